@@ -159,7 +159,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
-    step, state = build_step(config, strategy, model.documents, timer, low_precision)
+    eager, state = build_step(config, strategy, model.documents, timer, low_precision)
 
     # 6) load weights, Adam moments, random generators and data position
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))  # each rank has a seed of its own
@@ -176,11 +176,13 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, logger.record, logger.start)
+    anomalies.second_look = eager.second_look
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
     facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
     saver = Saver(config, state, facts, logger.start, host_memory(config, world.size))
+    step: Step = eager
     if captures_cuda_graphs(config):
-        step = GraphedStep(step, state, CudaGraphs(), logger.clock.paused, logger.start)
+        step = GraphedStep(eager, state, CudaGraphs(), logger.clock.paused, logger.start)
         logger.info["cuda_graphs"] = step.choice
     return Run(
         config=config,
@@ -250,7 +252,8 @@ def loop(run: Run) -> None:
         run.evaluate_and_save.before_update(iteration, rate)
         run.stragglers.check(iteration)
         run.profiler.before(iteration)
-        result = run.step(*run.loader.next(), rate, logger.wants_gradients(iteration))
+        extras = logger.wants_gradients(iteration), anomalies.wants_second_look(iteration)
+        result = run.step(*run.loader.next(), rate, *extras)
         anomalies.add(result)
         logger.count(result)
         if logger.is_due(iteration):
@@ -292,8 +295,9 @@ def build(
     """The model on this rank's device. It is built on the meta device, then each weight is drawn from (seed,
     its name), so that every rank starts with the same weights."""
     model_config, dtype, device = config.model_config(), DTYPES[config.dtype], world.device
+    asked, repeats = config.attention_backend, config.replay_check_interval > 0
     attention = choose_attention(
-        config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking
+        asked, model_config, dtype, device, manual_attention, config.doc_masking, repeats
     )
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.documents = attention.documents()
@@ -310,7 +314,7 @@ def build_step(
     documents: Documents | None,
     timer: WorkTimer | None,
     low_precision: LowPrecisionState,
-) -> tuple[Step, TrainState]:
+) -> tuple[EagerStep, TrainState]:
     """The step, whose optimizer has the weights that the strategy gives this rank, and the tensors that it
     changes: those of a checkpoint."""
     device = strategy.world.device

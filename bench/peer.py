@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from bench.peers.program import report
 from bench.peers.registry import PEERS, require
-from bench.process import end_with_status, from_root
-from common.arguments import user_folder
+from bench.process import end_with_status
 from common.errors import UserError
 from training.batches.sources import open_sources
 from training.configuration.flags import take_flags
@@ -31,8 +29,7 @@ from training.process.world import check_device
 def main(argv: list[str]) -> int:
     options, arguments = parse(argv)
     rank, _, size = launch_info()
-    folder = options.nanogpt and Path(from_root(options.nanogpt))
-    (program,) = require([options.peer], folder)
+    (program,) = require([options.peer])
     config = load_run_config(arguments, size)
     if reason := program.obstacle(config, size):
         raise UserError(f"--peer={program.name}: {reason}")
@@ -51,8 +48,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peer", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--peer", choices=PEERS, default="transformers", help="which program (transformers)")
-    parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
+    parser.add_argument("--peer", default="transformers", help=f"{', '.join(PEERS)} (transformers)")
     flags, rest = take_flags(argv)
     options, unknown = parser.parse_known_args(rest)
     return options, unknown + flags

@@ -142,7 +142,7 @@ def make_plan(
                 obstacles[program.name] = reason
                 continue
             peer = Entry("peer", f"{program.name}: {variant.name}", argv, processes, **beside)
-            peer.program = ["-m", "bench.peer", *program.options()]
+            peer.program = ["-m", "bench.peer", f"--peer={program.name}"]
             key = (program.name, *_peer_key(config), *program.follows(config), processes)
             if key not in shared:
                 entries.append(peer)

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -29,20 +28,17 @@ from bench.precision_rows import CONFIG, ROW_KEYS, ROWS
 from bench.precision_table import Run, document_lines, row_figures
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.results import combine
-from bench.runner import run_entry, run_folder
+from bench.runner import kept, run_and_keep, run_folder
 from bench.suites import Variant
 from bench.table import about_this, open_folder, result_line, save_table
 from bench.throughput import ITERS_MAX, check_formula, dataset_chooser
 from common.arguments import real_number, user_path, whole_number
-from common.durable_file import write_json
 from common.errors import UserError
-from common.json_file import read_json
 from training.batches.sources import make_windows, open_sources
 from training.configuration.flags import take_flags
 from training.pretrained.settings import load_run_config
 
 PHASES = ("speed", "loss")
-RESULT = "result.json"  # of a run, in its folder
 OTHERS = {*plan.RESERVED, *ROW_KEYS, "seed", "init_weights", "eval_iters"}  # keys that rows and options set
 INSTEAD = "--rows, --seeds, --hf, --iters, --warmup, --loss_iters, --dataset or --output"
 EVAL_TOKENS = 2**21  # at most, of each split
@@ -65,8 +61,8 @@ def main(argv: list[str]) -> int:
     content = about_this("bench.precision", argv)
     missing = [run for run in runs if not is_finished(run, folder)]
     if len(missing) < len(runs):
-        kept = len(runs) - len(missing)
-        print(f"{kept} of {len(runs)} runs are finished and are not run again", flush=True)
+        done = f"{len(runs) - len(missing)} of {len(runs)} runs are finished"
+        print(f"{done} and are not run again", flush=True)
     for number, run in enumerate(missing, start=1):
         title = f"[{number}/{len(missing)}] {run.entry.name}"
         with claim(folder / "runs" / f"{run_folder(run.entry, 0, folder).stem}.lock") as ours:
@@ -167,43 +163,36 @@ def loss_keys(arguments: argparse.Namespace, chosen: Callable, overrides: list[s
 
 
 def run_once(run: Run, folder: Path, arguments: argparse.Namespace) -> None:
-    number = next(n for n in itertools.count(1) if not run_folder(run.entry, n, folder).exists())
     options = argparse.Namespace(**{**vars(arguments), "warmup": arguments.warmup * (run.phase == "speed")})
-    run_entry(run.entry, number, folder, options, [run.entry])
-    out_dir = run_folder(run.entry, number, folder)
-    out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
-    shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # the loss is a new best, which is saved
-    write_json(out_dir / RESULT, dataclasses.asdict(run))
+    run_and_keep(run.entry, folder, options, lambda: dataclasses.asdict(run))
 
 
 def is_finished(run: Run, folder: Path) -> bool:
     """Whether a run that had the same arguments succeeded, in any process."""
-    return any(kept.entry.argv == run.entry.argv and kept.entry.result for kept in kept_runs(folder))
+    return any(done.entry.argv == run.entry.argv and done.entry.result for done in kept_runs(folder))
 
 
 def kept_runs(folder: Path) -> list[Run]:
     """What the folder has of all runs, the oldest first."""
-    paths = (folder / "runs").glob(f"*/{RESULT}")
-    return list(filter(None, map(read_result, sorted(paths, key=lambda path: path.stat().st_mtime_ns))))
+    return list(filter(None, (read_result(content) for content, _ in kept(folder))))
 
 
-def read_result(path: Path) -> Run | None:
-    """None for a run that was interrupted, or whose result is damaged."""
+def read_result(content: dict) -> Run | None:
+    """None for a result that is damaged."""
     try:
-        content = read_json(path)
         run = Run(**{**content, "entry": plan.Entry(**content["entry"])})
         run.entry.result = combine(run.entry.runs)
         return run if run.row in ROWS else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 def save(folder: Path, content: dict, planned: list[Run]) -> list[str]:
     """Saves the table and everything; returns the lines of the document, with the newest run of each row and
     seed: in each phase of those with the settings of this command, else of the newest run."""
-    kept = kept_runs(folder)
-    settings = {run.phase: run.settings for run in [*kept, *planned]}
-    alike = [run for run in kept if run.settings == settings[run.phase]]
+    done = kept_runs(folder)
+    settings = {run.phase: run.settings for run in [*done, *planned]}
+    alike = [run for run in done if run.settings == settings[run.phase]]
     runs = list({(run.phase, run.row, run.seed): run for run in alike}.values())
     content |= {"settings": list(settings.values()), "rows": row_figures(runs)}
     lines = document_lines(content, runs)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.plan import Entry
 from bench.process import REASON_LENGTH, from_root, python_command, run_process
 from bench.results import combine, measure
+from common.durable_file import write_json
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.run_records import run_records
 from common.text import one_line
 
 PROGRAMS = {"variant": ["train.py"], "roofline": ["-m", "bench.roofline"]}  # a peer's is in its entry
-LOG = "console.log"
+LOG, RESULT = "console.log", "result.json"  # in the folder of a run
 
 
 def run_entry(
@@ -48,6 +52,28 @@ def run_entry(
             )
     if entry.kind != "roofline":
         entry.result = combine(entry.runs)
+
+
+def run_and_keep(
+    entry: Entry, folder: Path, arguments: argparse.Namespace, content: Callable[[], dict], **process: Any
+) -> Path:
+    """Runs the entry in a new folder, which it returns, and writes what content() says then into it."""
+    number = next(n for n in itertools.count(1) if not run_folder(entry, n, folder).exists())
+    run_entry(entry, number, folder, arguments, [entry], **process)
+    out_dir = run_folder(entry, number, folder)
+    out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
+    shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # each new best loss is saved
+    write_json(out_dir / RESULT, content())
+    return out_dir
+
+
+def kept(folder: Path) -> Iterator[tuple[dict, Path]]:
+    """(what was kept, its folder) of each run, the oldest first; not of one that was killed meanwhile."""
+    for path in sorted((folder / "runs").glob(f"*/{RESULT}"), key=lambda path: path.stat().st_mtime_ns):
+        try:
+            yield read_json(path), path.parent
+        except (OSError, ValueError):
+            continue
 
 
 def run_folder(entry: Entry, repeat: int, folder: Path) -> Path:

@@ -63,17 +63,6 @@ SUITES: dict[str, tuple[Variant, ...]] = {
             ("Qwen3 1.8B", QWEN3, 16),
         )
     ),
-    "precision": (
-        Variant("bf16", QWEN3, {**BATCH, "low_precision": "none"}),
-        Variant("bf16, bf16 weights", QWEN3, {**BATCH, "low_precision": "none", "param_dtype": "bfloat16"}),
-        Variant("fp8 layers", QWEN3, {**BATCH, **FP8, "low_precision_scope": "layers"}),
-        Variant("fp8 layers and head", QWEN3, {**BATCH, **FP8, "low_precision_scope": "layers_and_head"}),
-        Variant(
-            "fp8 layers and head, bf16 weights",
-            QWEN3,
-            {**BATCH, **FP8, "low_precision_scope": "layers_and_head", "param_dtype": "bfloat16"},
-        ),
-    ),
     "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {**BATCH, "batch_size": n}) for n in (12, 16, 22, 32)),
     # fastest first; the first one needs 95 GiB
     "recomputation": tuple(

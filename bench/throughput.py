@@ -30,7 +30,7 @@ from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES, Variant
 from bench.table import about_this, document_lines, new_folder, result_line, save_table, table_lines
-from common.arguments import real_number, user_folder, user_path, whole_number
+from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.flags import take_flags
@@ -41,12 +41,11 @@ ITERS_MAX = 10**6  # of one run
 
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
+    programs = require(arguments.peer)
     check_overrides(overrides)
     check_formula()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
-    nanogpt = arguments.nanogpt and Path(from_root(arguments.nanogpt))
-    programs = require(arguments.peer, nanogpt)
     folder = new_folder(arguments.output, name)
     entries = make_plan(
         variants,
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
     content = {
         "suite": name,
         **about_this("bench.throughput", argv),
-        "arguments": {**vars(arguments), "nanogpt": nanogpt and str(nanogpt), "overrides": overrides},
+        "arguments": {**vars(arguments), "overrides": overrides},
     }
     once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
     order = [(entry, 1) for entry in once]
@@ -109,7 +108,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--dataset", type=user_path, help=others)
     programs = f"run these programs, too: {', '.join(PEERS)}"
     add("--peer", type=names, action="extend", default=[], metavar="A,B", help=programs)
-    add("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
     add("--roofline", action="store_true", help="compare with this machine's ceiling")
     add("--keep_cache", action="store_true", help="use the machine's own compile cache")
     add("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")

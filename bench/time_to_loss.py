@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,15 +30,13 @@ from bench import plan
 from bench.claim import claim
 from bench.precision import seed_numbers
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
-from bench.runner import run_entry, run_folder
+from bench.runner import kept, run_and_keep
 from bench.suites import Variant
 from bench.table import about_this, open_folder, result_line
 from bench.throughput import ITERS_MAX, dataset_chooser, names
-from bench.time_to_loss_table import BASELINE, Run, draw_curves, save_results
+from bench.time_to_loss_table import BASELINE, Run, save_results
 from common.arguments import real_number, user_path, whole_number
-from common.durable_file import write_json
 from common.errors import UserError
-from common.json_file import read_json
 from data.folders import DATA_DIR
 from training.batches.sources import make_windows, open_sources
 from training.configuration.flags import take_flags
@@ -58,19 +54,17 @@ KEYS: dict[str, dict[str, str]] = {
 SHORT = 4  # a run that helps to choose a rate has a quarter of the iterations
 EVALUATIONS = 16  # of a full run, for its curve
 CHOICE = "CUDA_VISIBLE_DEVICES"
-RESULT = "result.json"  # of a run, in its folder
 OTHERS = (*plan.RESERVED, *KEYS[BASELINE], "learning_rate", "seed", "warmup_iters", "lr_decay_iters")
 INSTEAD = "--variants, --grid, --seeds, --iters, --dataset, --config or --output"
 
 
 def main(argv: list[str]) -> int:
-    deadline, (arguments, overrides) = time.monotonic(), parse(argv)
-    deadline += 60 * arguments.time_limit
+    arguments, overrides = parse(argv)
+    deadline = time.monotonic() + 60 * arguments.time_limit
     plan.check_overrides(overrides, OTHERS, INSTEAD)
     if {*arguments.variants} - {*KEYS} or BASELINE not in arguments.variants:
-        raise UserError(
-            f"--variants must name some of {', '.join(KEYS)}, and {BASELINE}: the target is its loss"
-        )
+        known = ", ".join(KEYS)
+        raise UserError(f"--variants must name some of {known}, and {BASELINE}: the target is its loss")
     gpus = chosen_gpus(arguments.parallel)
     experiment = Experiment(arguments, overrides, Path(arguments.output).resolve())
     open_folder(experiment.folder)
@@ -81,12 +75,12 @@ def main(argv: list[str]) -> int:
         left = work(experiment, gpus, deadline)
         lines = experiment.save()
     print("\n".join(["", *lines, "", f"Saved in {experiment.folder}"]), flush=True)
+    records = experiment.folder / "runs" / "*seed*" / "run_*.json"
+    print(f"Curves: python plots/compare_runs.py '{records}' --x time", flush=True)
     if left:
         minutes = sum(map(experiment.seconds, left)) / len(gpus) / 60
         again = f"{len(left)} or more runs are left, about {minutes:.0f} minutes; the same command continues"
         print(f"--time_limit={arguments.time_limit:g}: {again}", flush=True)
-    if any(run.entry.result for run in experiment.full()):
-        draw_curves(experiment.full(), experiment.folder / "curves.png")
     return 1 if any(run.reason for run in experiment.runs.values()) else 0
 
 
@@ -148,14 +142,9 @@ class Experiment:
         self.iters = arguments.iters or self.config.max_iters
         self.dataset = self._dataset()
         self.runs: dict[str, Run] = {}
-        self.kept: dict[tuple[str, ...], tuple[plan.Entry, Path]] = {}  # by the arguments of train.py
-        for path in (folder / "runs").glob(f"*/{RESULT}"):
-            try:
-                entry = plan.Entry(**read_json(path))
-            except (OSError, ValueError, TypeError):
-                continue  # its process was killed
-            if entry.result:
-                self.kept[tuple(entry.argv)] = entry, path.parent
+        # by the arguments of train.py
+        entries = [(plan.Entry(**content), out_dir) for content, out_dir in kept(folder)]
+        self.kept = {tuple(entry.argv): (entry, out_dir) for entry, out_dir in entries if entry.result}
 
     def _dataset(self) -> str:
         asked, config = self.arguments.dataset, self.config
@@ -202,7 +191,7 @@ class Experiment:
     def rates(self, variant: str) -> list[Run]:
         """The short runs for its optimizer, as far as results ask for them; none if its rate is given."""
         optimizer = KEYS[variant]["optimizer"]
-        rates = list(self.arguments.grid[optimizer])
+        rates = self.arguments.grid[optimizer]
         runs = [self.run(optimizer, rate, None) for rate in rates if len(rates) > 1]
         while len(runs) < RATES_MAX and (more := beyond({run.rate: run.loss for run in runs})):
             runs.append(self.run(optimizer, more, None))
@@ -218,9 +207,11 @@ class Experiment:
         if any(run.loss is None for run in self.short()):
             return []
         for name in self.arguments.variants:
-            rates = {run.loss or 0: run.rate for run in self.rates(name) if run.entry.result}
-            if rates or not self.rates(name):  # else no run succeeded
-                best[name] = rates[min(rates)] if rates else self.arguments.grid[KEYS[name]["optimizer"]][0]
+            given = {0.0: self.arguments.grid[KEYS[name]["optimizer"]][0]}
+            tried = self.rates(name)
+            rates = {run.loss or 0: run.rate for run in tried if run.entry.result} if tried else given
+            if rates:  # else no run succeeded
+                best[name] = rates[min(rates)]
         found, order = [], deque(best)
         for seed in self.arguments.seeds:
             found += [self.run(name, best[name], seed) for name in order]
@@ -230,9 +221,9 @@ class Experiment:
     def seconds(self, run: Run) -> float:
         """About how long it will take: as the longest of its kind did."""
         done = [other for other in self.runs.values() if other.entry.result]
-        taken = [(other.seed is None, other.entry.runs[-1]["seconds"]) for other in done]
-        alike = [seconds for short, seconds in taken if short == (run.seed is None)]
-        return max(alike, default=SHORT * max((seconds for _, seconds in taken), default=0))
+        alike = [other for other in done if (other.seed is None) == (run.seed is None)]
+        longest = max((other.entry.runs[-1]["seconds"] for other in alike or done), default=0)
+        return longest if alike else SHORT * longest
 
     def save(self) -> list[str]:
         return save_results(self.folder, self.content, self.arguments.variants, self.short(), self.full())
@@ -283,14 +274,9 @@ def work(experiment: Experiment, gpus: list[str | None], deadline: float) -> lis
 
 
 def run_once(run: Run, experiment: Experiment, options: dict[str, Any]) -> None:
-    folder, entry = experiment.folder, dataclasses.replace(run.entry, runs=[])
-    number = next(n for n in itertools.count(1) if not run_folder(entry, n, folder).exists())
-    run_entry(entry, number, folder, experiment.arguments, [entry], **options)
-    out_dir = run_folder(entry, number, folder)
-    out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
-    shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # each new best loss is saved
-    write_json(out_dir / RESULT, dataclasses.asdict(entry))
-    run.out_dir, run.entry = out_dir, entry  # the run is done
+    entry, asdict = dataclasses.replace(run.entry, runs=[]), dataclasses.asdict
+    arguments = experiment.folder, experiment.arguments, lambda: asdict(entry)
+    run.out_dir, run.entry = run_and_keep(entry, *arguments, **options), entry  # the run is done
 
 
 if __name__ == "__main__":

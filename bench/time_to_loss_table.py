@@ -1,15 +1,14 @@
-"""The results of the reference experiment: the table, what it says in plain words, and the curves."""
+"""The results of the reference experiment: the table, and what it says in plain words."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from bench.plan import Entry
 from bench.precision_table import cell, mean_and_deviation
@@ -19,8 +18,6 @@ from common.json_file import read_json
 from common.run_records import run_records
 from common.text import aligned
 from common.time_to_loss import Progress, Reached
-from plots import figure
-from plots.panels import line_styles
 
 BASELINE = "adamw"  # its mean final loss is the target
 STEPS = {"muon": 3250, "adamw": 4875}  # to 3.28 on FineWeb, in modded-nanogpt's track of optimizers
@@ -64,9 +61,14 @@ class Run:
             return self.entry.facts["evaluations"][-1]["val_loss"]
         return math.inf if self.reason else None
 
+    @functools.cached_property
     def record(self) -> dict:
         assert self.out_dir, self.entry.name
         return read_json(max(run_records(self.out_dir)))
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        return Progress(self.record)
 
 
 # --- the figures ---
@@ -77,15 +79,13 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
     was not measured is None."""
     finished = {name: [run for run in runs if run.variant == name and run.entry.result] for name in variants}
     target = statistics.mean([run.loss or 0 for run in finished[BASELINE]] or [math.nan])
-    ends = [Progress(run.record()).at_last_evaluation() for run in finished[BASELINE]]
-    whole = [at for at in ends if at]
+    whole = [run.progress.at_last_evaluation() for run in finished[BASELINE]]
     rows = []
     for name, done in finished.items():
         own = [run for run in runs if run.variant == name]
-        row = {**dict.fromkeys(COLUMNS), "variant": name, **of_whole_runs(name, done)}
-        row["target"] = target if whole else None
-        row["learning rate"] = own[0].rate if own else None
-        found = {run.seed: Progress(run.record()).reached(target) for run in done if whole}
+        row: dict[str, Any] = {**dict.fromkeys(COLUMNS), "variant": name, "target": target if whole else None}
+        row |= of_whole_runs(name, done) | {"learning rate": own[0].rate if own else None}
+        found = {run.seed: run.progress.reached(target) for run in done if whole}
         row["never"] = [seed for seed, at in found.items() if at is None]
         # AdamW's own seeds lie around their mean: what it needs is its whole run
         reached = whole if name == BASELINE else [at for at in found.values() if at]
@@ -105,7 +105,7 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
 def of_whole_runs(name: str, done: list[Run]) -> dict[str, Any]:
     """What the runs of a variant have, whether they reached the target or not."""
     rates = [run.entry.result["tokens_per_sec"]["median"] for run in done if run.entry.result]
-    rows = [row for run in done for row in run.record()["training_iterations"][1:]]
+    rows = [row for run in done for row in run.record["training_iterations"][1:]]
     milliseconds = [row["optimizer_ms"] for row in rows if row.get("optimizer_ms") is not None]
     steps = STEPS[name.removesuffix("-fp8")]
     return {
@@ -119,16 +119,16 @@ def of_whole_runs(name: str, done: list[Run]) -> dict[str, Any]:
 
 def needed(found: list[Reached], whole: list[Reached]) -> dict[str, Any]:
     """What the target took, also as ratios to AdamW's whole run."""
-    tokens, seconds = [at.tokens or 0.0 for at in found], [at.training_seconds for at in found]
-    most = (
-        statistics.mean(at.tokens or 0.0 for at in whole),
-        statistics.mean(at.training_seconds for at in whole),
-    )
-    ratios = {"token ratios": [n / most[0] for n in tokens], "time ratios": [s / most[1] for s in seconds]}
+    most_tokens = statistics.mean(at.tokens or 0.0 for at in whole)
+    most_seconds = statistics.mean(at.training_seconds for at in whole)
+    ratios = {
+        "token ratios": [(at.tokens or 0.0) / most_tokens for at in found],
+        "time ratios": [at.training_seconds / most_seconds for at in found],
+    }
     return {
         "iterations": mean_and_deviation([at.iteration for at in found]),
-        "M tokens": mean_and_deviation([n / 1e6 for n in tokens]),
-        "training s": mean_and_deviation(seconds),
+        "M tokens": mean_and_deviation([(at.tokens or 0.0) / 1e6 for at in found]),
+        "training s": mean_and_deviation([at.training_seconds for at in found]),
         "GPU-hours": mean_and_deviation([at.gpu_hours for at in found]),
         "of AdamW's tokens": mean_and_deviation(ratios["token ratios"]),
         "of its time": mean_and_deviation(ratios["time ratios"]),
@@ -173,40 +173,12 @@ def save_results(
     lines += ["", *aligned(list(COLUMNS), texts, ("variant", "note"), "github"), ""]
     lines += [f"- {verdict(row)}" for row in rows if row["variant"] != BASELINE]
     if done and done[0].seed is not None and rows[0]["target"]:
-        facts, at = done[0].entry.facts, Progress(done[0].record()).at_last_evaluation()
-        tokens, iterations = (at.tokens or 0.0, at.iteration) if at else (0.0, 0.0)
+        facts, at = done[0].entry.facts, done[0].progress.at_last_evaluation()
+        tokens = at.tokens or 0.0
         about = {"data": facts["config"]["dataset"], "ratio": tokens / facts["parameters"]}
-        lines.append(ABOUT.format(rows[0]["target"], tokens / 1e6, iterations, **about))
+        lines.append(ABOUT.format(rows[0]["target"], tokens / 1e6, at.iteration, **about))
     lines += ["", LEGEND]
     runs = [dataclasses.asdict(run) | {"out_dir": str(run.out_dir)} for run in [*short, *full]]
     write_json(folder / "results.json", {**content, "rows": rows, "runs": runs})
     write_bytes(folder / "table.md", ("\n".join(lines) + "\n").encode("utf-8"))
     return lines
-
-
-# --- the curves ---
-
-
-def draw_curves(runs: list[Run], path: Path) -> None:
-    """The held-out loss against tokens and against training time: a line for each seed, a color for each
-    variant."""
-    drawing = figure.new_figure(14, 5.5)
-    axes = drawing.subplots(1, 2)
-    labels = {run.variant: f"{run.variant}, learning rate {run.rate:g}" for run in runs}
-    styles = dict(zip(labels, line_styles(len(labels)), strict=True))
-    lines = []
-    for run in (run for run in runs if run.entry.result):
-        progress = Progress(run.record())
-        at, losses = (np.array([step[i] for step in progress.evaluations], float) for i in (0, 1))
-        lines.append((at, losses))
-        style = {**styles[run.variant], "label": labels.get(run.variant, "_")}
-        labels.pop(run.variant, None)  # once in the legend
-        for axis, values in zip(axes, (progress.tokens, progress.seconds), strict=True):
-            figure.draw(axis, np.interp(at, progress.ends, values), losses, **style)
-    for axis, unit in zip(axes, ("tokens", "training seconds, without evaluations"), strict=True):
-        figure.label_axis(axis, "Held-out loss", "cross-entropy, nats per token", title_pad=20)
-        axis.set_xlabel(unit)
-        figure.limit_y(axis, [y for _, y in lines], [figure.after_the_beginning(*line) for line in lines])
-        figure.legend(axis)
-    axes[0].xaxis.set_major_formatter(figure.tokens_text)
-    figure.save(drawing, path)

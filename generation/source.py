@@ -23,7 +23,7 @@ from training.checkpoints.loading import load_model
 from training.configuration.dataset_name import first_folder
 from training.configuration.dtypes import DTYPES
 from training.pretrained.folder import PREFIX, read_generation
-from training.pretrained.generation_settings import end_ids, first_weights
+from training.pretrained.generation_settings import end_ids
 from training.pretrained.reading import load_pretrained
 from training.pretrained.same_tokenizer import check_recorded, check_rows
 
@@ -63,7 +63,7 @@ def load_run(out_dir: Path, which: str, device: torch.device, dataset: str | Non
     was, *_ = saved.data.get("sources", [saved.data])
     fix = "name the run's with --dataset of sample.py or tools.export_hf"
     check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), fix)
-    ends, eot_id = set(end_ids(first_weights(saved.pretrained), was.get("eot_id"))), was.get("eot_id")
+    ends, eot_id = set(end_ids(saved.pretrained or {}, was.get("eot_id"))), was.get("eot_id")
     facts = {"checkpoint": str(checkpoint), "iteration": saved.iteration, "val_loss": saved.val_loss}
     low = saved.config.get("low_precision", "none")
     trained_in = {"dtype": saved.config.get("dtype"), "low_precision": low}

@@ -9,7 +9,6 @@ complete: an export that fails or is killed leaves none.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -22,12 +21,8 @@ from training.checkpoints.loading import verified_checkpoint
 from training.checkpoints.saved_state import read_state
 from training.checkpoints.verification import open_tensors
 from training.configuration.dtypes import DTYPES
-from training.pretrained.generation_settings import first_weights
 from training.pretrained.tokenizer_files import find_tokenizer
-from training.pretrained.writing import model_bytes, write_model
-from training.process.memory import GB
-
-SPARE_BYTES = 64 << 20  # for the tokenizer and everything else that is small
+from training.pretrained.writing import write_model
 
 
 def main(argv: list[str]) -> None:
@@ -41,12 +36,10 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
     name = options.dtype or saved.config.get("dtype")
     if name not in DTYPES:
         raise UserError(f"{checkpoint} does not say in which dtype the run computed; state one with --dtype")
-    check_room(options.folder, model_bytes(saved.model_config, DTYPES[name]) + SPARE_BYTES)
     tokenizer = find_tokenizer(saved, checkpoint, options.dataset)
-    began_with = first_weights(saved.pretrained)
     with new_folder(options.folder) as folder:
         reader = open_tensors(checkpoint, saved)
-        write_model(folder, reader, saved.model_config, DTYPES[name], began_with, tokenizer.eot_id)
+        write_model(folder, reader, saved.model_config, DTYPES[name], saved.pretrained, tokenizer.eot_id)
         tokenizer.write(folder)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")
     print(f"tokenizer: {plain(tokenizer.description)}")
@@ -57,16 +50,6 @@ def check_folder(folder: Path) -> None:
         return
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} is there already and is not an empty folder; name a new one")
-
-
-def check_room(folder: Path, need: int) -> None:
-    there = next(path for path in folder.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(there).free
-    if free < need:
-        raise UserError(
-            f"{need / GB:.3g} GB are needed on the disk of {there}, {free / GB:.3g} GB are free; make room, "
-            "or name a folder on another disk"
-        )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,13 +35,6 @@ class Program(ABC):
     """Another program that trains our model."""
 
     name: ClassVar[str]  # what --peer takes
-
-    def __init__(self, folder: Path | None = None):
-        self.folder = folder  # of a program that is a checkout; from the repository's root
-
-    def options(self) -> list[str]:
-        """Of bench.peer, which runs it."""
-        return [f"--peer={self.name}"]
 
     def require(self) -> None:  # noqa: B027 - some need nothing
         """Raises UserError if it is not installed."""

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from common.arguments import check_output, user_folder, whole_number
@@ -16,7 +17,6 @@ WORKERS_MAX = 1024  # processes of one machine
 TOKENS_MAX = 10**15
 INPUT = "files, folders or quoted globs"  # for --help
 TOKENIZER = "gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME"
-PARTS_MAX = 100_000  # machines or tasks; each is a folder and a lock
 
 
 def make_parser(description: str | None, output: Path, val_fraction: float) -> argparse.ArgumentParser:
@@ -33,9 +33,9 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     )
     add(
         "--workers",
-        type=whole_number(0, WORKERS_MAX),
+        type=whole_number(1, WORKERS_MAX),
         default=min(os.cpu_count() or 1, WORKERS_MAX),
-        help="processes (default: one a core; 0: only check)",
+        help="processes (default: one a core)",
     )
     add(
         "--val_fraction",
@@ -69,27 +69,16 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     )
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
-    add("--part", type=whole_number(0, PARTS_MAX), default=0, help="this machine's number, from 0")
-    add(
-        "--num_parts",
-        type=whole_number(1, PARTS_MAX),
-        default=1,
-        help="number of machines that share the work",
-    )
     return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    if {word.partition("=")[0] for word in sys.argv} & {"--part", "--num_parts"}:
+        parser.error("--part and --num_parts were removed: one machine makes the dataset; leave them out")
     args = parser.parse_args()
     check_output(args.output)
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction} must lie between 0 and 1, for example 0.001")
-    if not 0 <= args.part < args.num_parts:
-        parser.error(f"--part={args.part} must lie between 0 and num_parts - 1 = {args.num_parts - 1}")
-    if not args.resume and args.num_parts > 1:
-        parser.error(
-            "--no-resume would delete the work of other parts; empty the folder before starting them"
-        )
     return args
 
 
@@ -101,7 +90,7 @@ def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    return Job(args.workers, args.max_bad, args.resume, args.part, args.num_parts)
+    return Job(args.workers, args.max_bad, args.resume)
 
 
 def make_dataset(
@@ -112,8 +101,8 @@ def make_dataset(
     source: str,
     config: str | None = None,
     store: Disk | Hub = ON_DISK,
-) -> dict | None:
-    """Calls prepare() with these options, and prints a report if that completes the dataset."""
+) -> None:
+    """Calls prepare() with these options, and prints a report."""
     meta = prepare(
         files,
         args.output,
@@ -124,7 +113,5 @@ def make_dataset(
         args.max_tokens,
         store=store,
     )
-    if meta is not None:
-        print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")
-        report(meta, args.output, config)
-    return meta
+    print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")
+    report(meta, args.output, config)

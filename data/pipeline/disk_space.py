@@ -24,7 +24,7 @@ def check_disk_space(units: list[Unit], folder: Path, itemsize: int, size_of: Ca
         f"the token files will take about {needed / GB:,.2f} GB and the disk of {folder} has "
         f"{free / GB:,.2f} GB free"
     )
-    fix = "make room, or use another --output, or --max_tokens, or --part with disks of several machines"
+    fix = "make room, or use another --output or --max_tokens"
     if needed > 3 * free:
         raise UserError(f"{state}; {fix}")
     if needed > free / 2:

@@ -37,10 +37,6 @@ def is_one_document(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES
 
 
-def open_lines(raw: BinaryIO, path: Path) -> BinaryIO:
-    return open_decompressed(raw, {".gz": "gz", ".zst": "zstd"}.get(path.suffix))
-
-
 def parse_line(line: bytes, place: str, text_key: str) -> str:
     try:
         values = json.loads(line)
@@ -62,7 +58,7 @@ def read_lines(
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     with open(path, "rb") as raw:
-        lines = open_lines(raw, path)
+        lines = open_decompressed(raw, {".gz": "gz", ".zst": "zstd"}.get(path.suffix))
         if span and span[0]:  # a line belongs to the part of the file in which it begins
             raw.seek(span[0] - 1)
             _skip_line(raw)

@@ -7,28 +7,19 @@ or of source code also holds images, programs and what an editor has left there.
 import codecs
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 
 from common.arguments import matching_files
 from common.errors import UserError
 from common.json_file import open_regular
 from common.text import one_line
-from data.pipeline.documents import (
-    RECORD_SUFFIXES,
-    TEXT_SUFFIXES,
-    is_disk_error,
-    is_one_document,
-    open_lines,
-)
+from data.pipeline.documents import RECORD_SUFFIXES, TEXT_SUFFIXES, is_one_document
 
 KNOWN = ", ".join(RECORD_SUFFIXES + TEXT_SUFFIXES)
 SHOWN_FILES = 10  # of those that are left out for one reason; a folder may have very many
 CHECKED_BYTES = 16 << 20  # of a file; what is no UTF-8 after them is an error when the file is read
-COMPARED_BYTES = 1 << 20  # of two files, at a time
 COPY = "copy of another file"
 NOTE = "a note beside the other files? Name a file that is one text with a glob"
 
@@ -87,44 +78,15 @@ def find_input(patterns: list[str]) -> InputFiles:
 
 
 def _leave_out_copies(found: InputFiles) -> None:
-    """Leaves out files of records that hold what another one holds: copies, links, compressed copies. Only
-    those of one size, or of one name and folder, are opened, and read whole only if they begin alike."""
-    keys = {
-        path: [(path.suffix, path.stat().st_size), (path.parent, path.name.partition(".jsonl")[0])]
-        for path in found.files
-        if not is_one_document(path)
-    }
-    counts = Counter(key for pair in keys.values() for key in pair)
-    alike: dict[bytes, list[Path]] = {}
-    files, found.files = found.files, []
-    for path in files:
-        others: list[Path] = []
-        if any(counts[key] > 1 for key in keys.get(path, [])):
-            others = alike.setdefault(next(_blocks(path), b""), [])
-        if any(os.path.samefile(path, other) or _same(path, other) for other in others):
+    """Leaves out files of records that are another one: links to it, and compressed forms beside it."""
+    kept: set[object] = set()
+    for path in [path for path in found.files if not is_one_document(path)]:
+        stat = path.stat()
+        names = {(stat.st_dev, stat.st_ino), path.with_name(path.name.partition(".jsonl")[0])}
+        if names & kept:
+            found.files.remove(path)
             found.leave_out(path, COPY)
-        else:
-            found.files.append(path)
-            others.append(path)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return all(a == b for a, b in zip_longest(_blocks(one), _blocks(other)))
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Hashes of the file's content, block by block, of a compressed file without its compression."""
-    with open(path, "rb") as raw:
-        file = open_lines(raw, path)
-        try:
-            while block := file.read(COMPARED_BYTES):
-                yield hashlib.sha256(block).digest()
-        except UserError:
-            raise
-        except Exception as error:  # of a damaged archive, which is an error when it is read
-            if is_disk_error(error):
-                raise
-            yield str(path).encode()
+        kept |= names
 
 
 def is_read(path: Path) -> bool:

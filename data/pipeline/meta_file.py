@@ -7,6 +7,7 @@ dataset may contain, is never read.
 
 import os
 import pickle
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import read_json
-from data.folders import dataset_argument, how_to_make, is_plain_name
+from data.folders import how_to_make, is_plain_name
 from data.pipeline.document_lengths import MOST_LENGTH
 from data.pipeline.token_files import (
     DTYPES,
@@ -39,6 +40,8 @@ FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
 LENGTHS_FORMAT = 2  # the same, and each token file has a file of document lengths beside it
 MOST_BYTES = 1 << 28  # of a meta.json: it has about 150 bytes for each token file
 MOST_IDS = 1 << 32  # of a vocabulary: ids have at most four bytes
+# For token files of nanoGPT's data/openwebtext; what it leaves out is found when the files are read.
+NANOGPT = '{"dtype": "uint16", "vocab_size": 50257, "eot_id": 50256, "tokenizer": "gpt2"}'
 
 
 def describe(vocab_size: int, tokenizer: dict, eot_id: int | None, source: str, files: dict) -> dict:
@@ -106,10 +109,10 @@ def read_meta(folder: str | Path) -> dict:
 def _missing(folder: Path, path: Path) -> str:
     found = any(token_file_names(folder, split) for split in SPLITS)
     found = found and not (folder / "plan.json").exists()  # of a prepare.py, which has not finished
-    adopt = f"python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
+    by_hand = f". For token files of nanoGPT in GPT-2's tokens: echo '{NANOGPT}' > {shlex.quote(str(path))}"
     return (
         f"no {path}, which says how the tokens are stored, so {folder} holds no complete dataset; "
-        f"{how_to_make(folder)}{f'. For token files of nanoGPT: {adopt}' if found else ''}"
+        f"{how_to_make(folder)}{by_hand * found}"
     )
 
 
@@ -194,8 +197,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not names_tokenizer(recorded):
         path = Path(folder) / "meta.json"
         raise UserError(
-            f"{path} does not say how to open the tokenizer of these tokens; to make it anew from the token "
-            f"files, delete it and run: python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
+            f"{path} does not say how to open the tokenizer of these tokens; run the dataset's prepare.py "
+            f"again, or add it by hand; of GPT-2's tokens, all of it is: {NANOGPT}"
         )
     return open_recorded_tokenizer(recorded, folder)
 

@@ -1,10 +1,10 @@
-"""From raw text to a dataset of any size: with many processes and machines, and safe to stop at any moment.
+"""From raw text to a dataset of any size: with many processes, and safe to stop at any moment.
 
 The sorted input files are grouped into units, and units.py makes the token files of each unit. This module
 plans the units and runs them. When the manifest of every unit is there, it writes meta.json, last, from the
-manifests in their order. The plan depends only on the names and sizes of the input files, so machine k of n
-takes the units k, k + n, ... The trap: files that another plan left in the folder look like those of this
-plan, so plan.json says which plan they belong to.
+manifests in their order. The plan depends only on the names and sizes of the input files. The trap: files
+that another plan left in the folder look like those of this plan, so plan.json says which plan they belong
+to.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.disk_space import check_disk_space
 from data.pipeline.empty_split import fill_empty_split
-from data.pipeline.folder_lock import one_at_a_time, one_part
+from data.pipeline.folder_lock import only_preparation
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.input_files import say_files
 from data.pipeline.manifests import COUNTS, read_manifests
@@ -187,16 +187,14 @@ def finish(
     settings: Settings,
     source: str,
     max_bad: int,
-) -> dict | None:
-    """Check all units together and make a dataset of them; None while some are not made yet."""
+) -> dict:
+    """Check all units together and make a dataset of them."""
     dtype = smallest_dtype(tokenizer.vocab_size)
     joined = read_joined(folder, dtype)
     found = [joined] if joined else read_manifests(units, folder, dtype)
     manifests = [manifest for manifest in found if manifest is not None]
     if len(manifests) < len(found):
-        (folder / "meta.json").unlink(missing_ok=True)
-        print(f"{len(units) - len(manifests)} of {len(units)} units are not here yet")
-        return None
+        raise UserError(f"token files in {folder} were changed meanwhile; run the same command again")
     bad = [line for manifest in manifests for line in manifest["bad_records"]]
     total = sum(manifest["bad"] for manifest in manifests)
     if total > max_bad:
@@ -219,13 +217,11 @@ def finish(
 
 @dataclass(frozen=True)
 class Job:
-    """This machine's part of the work. It changes no byte of the dataset."""
+    """How the work is done. It changes no byte of the dataset."""
 
-    workers: int = 1  # processes; 0 makes no token files: it checks the input and writes the plan
+    workers: int = 1  # processes
     max_bad: int = 0  # records that may be left out as unreadable
     resume: bool = True  # False begins again
-    part: int = 0
-    num_parts: int = 1
 
 
 def prepare(
@@ -238,9 +234,8 @@ def prepare(
     max_tokens: int | None = None,
     unit_bytes: int | None = None,
     store: Disk | Hub = ON_DISK,
-) -> dict | None:
-    """Make this machine's part of the dataset. Returns the content of meta.json if that completes the
-    dataset, else None."""
+) -> dict:
+    """Makes the dataset. Returns the content of meta.json."""
     units, listing = plan_units(files, settings, max_tokens, unit_bytes, store)
     read = {path for unit in units for path, _ in unit.files}
     of_test = [path for path in files if os.path.abspath(path) not in read]
@@ -256,16 +251,13 @@ def prepare(
         "unit_bytes": unit_bytes,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with one_part(folder, job.part, job.num_parts):
+    with only_preparation(folder):
         dtype = smallest_dtype(tokenizer.vocab_size)
-        mine = [unit for unit in units if unit.number % job.num_parts == job.part]
-        with one_at_a_time(folder):  # another part may join or delete the files that are looked at here
-            start_or_resume(folder, plan, job.resume)
-            found = [] if read_joined(folder, dtype) else read_manifests(mine, folder, dtype)
-            missing = [unit for unit, manifest in zip(mine, found, strict=False) if manifest is None]
-            if missing:
-                (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
-        if missing and job.workers:
+        start_or_resume(folder, plan, job.resume)
+        found = [] if read_joined(folder, dtype) else read_manifests(units, folder, dtype)
+        missing = [unit for unit, manifest in zip(units, found, strict=False) if manifest is None]
+        if missing:
+            (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
             if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
                 check_disk_space(missing, folder, stored_dtype(dtype).itemsize, store.size)
             size = sum(unit.size(store.size) for unit in missing)
@@ -274,5 +266,4 @@ def prepare(
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
             run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)
-        with one_at_a_time(folder):  # if parts end at the same moment, one waits
-            return finish(units, folder, tokenizer, settings, source, job.max_bad)
+        return finish(units, folder, tokenizer, settings, source, job.max_bad)

@@ -47,6 +47,6 @@ def main(folder: Path) -> None:
         store = hub = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
         files = hub.paths()
         source = f"{hub.repository} at {hub.commit}"
-    meta = make_dataset(args, files, tokenizer, settings, source, family.config, store)
-    if meta is not None and args.stream:
+    make_dataset(args, files, tokenizer, settings, source, family.config, store)
+    if args.stream:
         shutil.rmtree(args.output / "download", ignore_errors=True)

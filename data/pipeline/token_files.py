@@ -47,11 +47,11 @@ def token_file_names(folder: Path, split: str) -> list[str]:
     return [f"{split}.bin"] if f"{split}.bin" in shards else shards
 
 
-def check_is_tokens(path: Path) -> None:
+def check_is_tokens(path: Path, dtype: np.dtype) -> None:
     """Checks a file whose hash meta.json does not record. Raises UserError."""
     try:
         with open_regular(path) as file:
-            begin = file.read(8)
+            begin = file.read(1 << 17)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     for magic, kind in OTHER_FILES.items():
@@ -59,15 +59,19 @@ def check_is_tokens(path: Path) -> None:
             raise UserError(
                 f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
             )
+    if looks_wider(np.frombuffer(begin, dtype, len(begin) // dtype.itemsize)):
+        raise UserError(
+            f"every second number in {path} is 0 or very small if ids are {dtype.name}, so they have more "
+            "bits; meta.json must say uint32, and ids of 64 bits must be written again as uint32"
+        )
 
 
 def looks_wider(numbers: np.ndarray) -> bool:
     """Whether numbers (N,) that were read as one type are ids of a wider type, which raw ids do not say: then
     every second number is 0, or as small as the upper half of an id is."""
     low, high = numbers[::2], numbers[1::2]
-    if len(high) < 2:
-        return False
-    return not high.any() or (len(high) >= 32 and int(high.max()) < UPPER_HALF <= int(low.max()))
+    of_ids = len(high) >= 32 and int(high.max()) < UPPER_HALF <= int(low.max())
+    return of_ids or (len(high) > 1 and bool(low.any()) and not high.any())
 
 
 def is_count(value: object, most: int = MOST_TOKENS) -> bool:

@@ -15,7 +15,7 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.documents import BadRecord, hash_document, is_one_document
-from data.pipeline.folder_lock import one_at_a_time, one_part
+from data.pipeline.folder_lock import only_preparation
 from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan_units, with_threshold
 from data.pipeline.units import Settings, Unit, origin_of, read_unit
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
@@ -48,7 +48,7 @@ def make_tokenizer(
     made_of |= {"val_fraction": settings.val_fraction, "text_key": settings.text_key}
     made_of |= {key: value for key, value in settings.to_dict().items() if key in ("split_by", "splits")}
     folder.mkdir(parents=True, exist_ok=True)
-    with one_part(folder, job.part, job.num_parts), one_at_a_time(folder):
+    with only_preparation(folder):
         if not job.resume:
             delete_dataset(folder)
             (folder / RECORD).unlink(missing_ok=True)

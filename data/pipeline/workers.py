@@ -8,10 +8,8 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -26,16 +24,6 @@ from data.tokenizers.tokenizer import open_tokenizer
 
 # of a worker process: its tokenizer, its store, and the count of tokens that all share
 _worker: dict[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class FinishedUnit:
-    """Its manifest, and the time that it took after its input files had been downloaded."""
-
-    process: int
-    began: float  # seconds, by the clock that all processes of a machine share
-    ended: float
-    manifest: dict
 
 
 def _start_worker(tokenizer_name: str, tokens: Synchronized, store: Disk | Hub, fast: bool) -> None:
@@ -60,14 +48,11 @@ def _count(tokens: int) -> None:
         _worker["tokens"].value += tokens
 
 
-def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int) -> FinishedUnit:
+def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int) -> None:
     paths = [path for path, _ in unit.files]
     _worker["store"].fetch(paths)
-    began = time.monotonic()
-    manifest = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, _count)
-    finished = FinishedUnit(os.getpid(), began, time.monotonic(), manifest)
+    tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, _count)
     _worker["store"].release(paths)
-    return finished
 
 
 def run_units(
@@ -79,13 +64,12 @@ def run_units(
     max_bad: int,
     store: Disk | Hub = ON_DISK,
     fast: bool = False,
-) -> list[FinishedUnit]:
+) -> None:
     """Tokenize the units. One UserError reports all units that failed, after the others are done."""
     context = multiprocessing.get_context("spawn")
     tokens = context.Value("q", 0)  # that all workers have written
     size = sum(unit.size(store.size) for unit in units)
     failed: list[str] = []
-    finished: list[FinishedUnit] = []
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokens, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
         try:
@@ -96,10 +80,7 @@ def run_units(
                 bar.set_postfix_str(f"{tokens.value / 1e6:,.1f} M tokens")
                 for future in done:
                     bar.update(sizes[future])
-                    error = _error(future)
-                    if error is None:
-                        finished.append(future.result())
-                    else:
+                    if (error := _error(future)) is not None:
                         failed.append(str(error))
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():  # a unit may take minutes; none is half there
@@ -114,7 +95,6 @@ def run_units(
         raise UserError(
             f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
         )
-    return finished
 
 
 def _error(future: Future) -> UserError | None:

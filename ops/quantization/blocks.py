@@ -23,17 +23,11 @@ def spread(scales: torch.Tensor, block: Block) -> torch.Tensor:
 
 def number_of_blocks(x: torch.Tensor, block: Sequence[int]) -> tuple[int, int]:
     """M / rows and K / columns. ValueError: the block does not divide the matrix."""
-    if x.ndim != 2:
-        raise ValueError(
-            f"blocks divide a matrix, but the tensor has shape {tuple(x.shape)}; flatten it first"
-        )
-    (M, K), (rows, columns) = x.shape, block
-    if M == 0 or K == 0 or M % rows or K % columns:
-        raise ValueError(
-            f"a matrix of {M} x {K} cannot be divided into blocks of {rows} x {columns}; "
-            f"its height must be a multiple of {rows}, its width one of {columns}, and neither may be 0"
-        )
-    return M // rows, K // columns
+    rows, columns = block
+    if x.ndim != 2 or not x.numel() or x.shape[0] % rows or x.shape[1] % columns:
+        shape = " x ".join(map(str, x.shape))
+        raise ValueError(f"{shape} cannot be divided into blocks of {rows} x {columns}")
+    return x.shape[0] // rows, x.shape[1] // columns
 
 
 def _divided(x: torch.Tensor, block: Block) -> torch.Tensor:

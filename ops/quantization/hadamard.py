@@ -26,13 +26,9 @@ NEGATIVE_ROWS = sum(1 << row for row, sign in enumerate(SIGNS) if sign < 0)
 def random_hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x (M, K) in bf16, transformed in tiles of 16 along dim 0 or 1 -> (M, K) in bf16, from sums in fp32.
     ValueError: another type, or 16 does not divide the dimension."""
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"the Hadamard transform is defined for bf16, not {x.dtype}; cast the tensor first")
-    if x.ndim != 2 or dim not in (0, 1) or x.shape[dim] % SIZE:
-        raise ValueError(
-            f"the Hadamard transform needs a matrix whose dimension {dim} (0 or 1) is a multiple of {SIZE}, "
-            f"but its shape is {tuple(x.shape)}"
-        )
+    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[dim] % SIZE:
+        got = f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"a bf16 matrix whose dimension {dim} is a multiple of {SIZE} is needed, not {got}")
     return _transform(x, dim)
 
 

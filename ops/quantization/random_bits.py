@@ -43,10 +43,7 @@ def random_key(
     numbers = dict(zip(KEY_BITS, (seed, iteration, micro_step, tensor), strict=True))
     for name, number in numbers.items():
         if not 0 <= number < 2 ** KEY_BITS[name]:
-            raise ValueError(
-                f"{name}={number} is not from 0 to 2^{KEY_BITS[name]} - 1, the numbers that random bits "
-                "tell apart"
-            )
+            raise ValueError(f"{name}={number} is not from 0 to 2^{KEY_BITS[name]} - 1")
     return torch.tensor(list(numbers.values()), dtype=torch.int64, device=device)
 
 

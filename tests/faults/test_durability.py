@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoint_parts import make_config, make_saver, make_state, save
-from support.helpers import make_dataset
 from support.packed_tokens import EOT, T, files_of
 from support.preparation import write_jsonl, write_small
 from support.three_units import make
 
 from common import durable_file
-from data.adopt import adopt
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -259,13 +257,6 @@ def test_a_small_dataset_is_on_disk_before_its_files_have_their_names(disk):
         assert disk.durable() >= set(names)
     second = [(e.kind, e.path) for e in disk.events if e.path in names][len(names) :]
     assert second == [("delete", "meta.json"), *(("name", name) for name in names)], "the old one goes first"
-
-
-def test_the_meta_json_of_adopted_files_is_there_to_stay(disk, bpe):
-    make_dataset(disk.root, vocab_size=257)
-    (disk.root / "meta.json").unlink()
-    adopt(disk.root, FileTokenizer(bpe), None, None)
-    assert disk.durable() >= {"meta.json", "tokenizer.json"}
 
 
 def test_a_packing_is_on_disk_before_it_has_its_name(disk):

@@ -449,21 +449,6 @@ def test_the_odd_one_out_is_named_where_most_agree():
     assert drift._odd_ones([0, 1, 2], [7, 7, 7]) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.replicas
-def test_the_sum_of_bits_sees_one_bit_and_no_order(dtype, device, monkeypatch):
-    monkeypatch.setattr(drift, "CHUNK", 100)
-    tensor = torch.randn(37, 11, device=device).to(dtype)
-    bits = drift._bits(tensor)
-    assert drift._bits(tensor.flip(0)) == bits == drift._bits(tensor.t())
-    for bit in range(8 * tensor.element_size() - 1):
-        changed = tensor.clone()
-        changed.view(drift.BITS[tensor.element_size()])[36, 10] ^= 1 << bit
-        assert drift._bits(changed) != bits
-    assert drift._bits(torch.empty(0, 7, dtype=dtype, device=device)) == 0
-
-
 @pytest.mark.parametrize(("interval", "checks"), [(10, [11, 19, 31]), (0, []), (1, [3, 7, 11])])
 def test_checks_are_made_at_the_first_row_after_they_are_due(monkeypatch, interval, checks):
     made = []

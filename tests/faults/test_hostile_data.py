@@ -19,7 +19,6 @@ from support.three_units import config, contents, corpus, make
 import data.inspect.__main__ as inspect
 from common.command import run_command
 from common.errors import UserError
-from data.adopt import adopt
 from data.pipeline import verified
 from data.pipeline.hub import open_hub
 from data.pipeline.input_files import find_files
@@ -61,15 +60,11 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, res
     outside = tmp_path / "outside"
     outside.write_bytes(SECRET)
     folder = planted(tmp_path / "large")
-    for job in ({"num_parts": 2, "resume": resume}, {"resume": resume}, {"shard_tokens": 100}):
+    for job in ({"resume": resume}, {"shard_tokens": 100}):
         with contextlib.suppress(UserError):  # it may refuse what it finds
             make(folder, bpe, **job)
     with contextlib.suppress(UserError):
         write_small(planted(tmp_path / "small"), tokenizer=FileTokenizer(bpe).meta, vocab_size=257)
-    with contextlib.suppress(UserError):
-        adopted = make_dataset(tmp_path / "old", vocab_size=257)
-        (adopted / "meta.json").unlink()
-        adopt(planted(adopted), FileTokenizer(bpe), None, None)
     assert outside.read_bytes() == SECRET
 
 
@@ -317,7 +312,7 @@ SPECIAL = {name: HOSTILE[name] for name in ("named pipe", "folder", "dangling li
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_token_file_that_is_no_regular_file_is_named(tmp_path, bpe, kind, by_hand):
+def test_token_file_that_is_no_regular_file_is_named(tmp_path, kind, by_hand):
     folder = make_dataset(tmp_path / "tokens")
     if by_hand:
         (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
@@ -327,7 +322,6 @@ def test_token_file_that_is_no_regular_file_is_named(tmp_path, bpe, kind, by_han
     for call in (
         lambda: open_dataset(config(folder), scan=True),
         lambda: inspect.check_files(folder, meta, hashes=True),
-        lambda: ((folder / "meta.json").unlink(), adopt(folder, FileTokenizer(bpe), None, None)),
     ):
         with pytest.raises(UserError, match=r"train\.bin"):
             call()
@@ -415,8 +409,6 @@ BEYOND_SENSE = {
     "--workers": [10**20, -1],
     "--max_tokens": [10**400, "9" * 5000, "1e3"],
     "--shard_tokens": [10**400, 0],
-    "--num_parts": [10**9],
-    "--part": [10**20],
     "--max_bad": [10**400],
     "--val_fraction": ["nan", "1e999999"],
     "--output": ["", " ", "~nobody-of-this-name/x"],

@@ -12,60 +12,31 @@ from support.three_units import config, contents, make
 
 import data.inspect.__main__ as inspect
 from common.errors import UserError
-from data.adopt import adopt
-from data.pipeline.folder_lock import one_part, only_preparation
+from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import read_meta
-from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.dataset import open_dataset
 
 # --- two preparations in one folder ---
-
-
-@pytest.mark.parametrize(
-    "held, wanted",
-    [
-        *(((0, 1), (0, 1)), ((0, 1), (0, 2)), ((0, 2), (0, 1))),
-        *(((0, 2), (0, 2)), ((0, 2), (1, 3)), ((1, 3), (0, 2))),
-    ],
-)
-def test_preparations_of_one_folder_exclude_each_other_unless_they_are_parts_of_one(tmp_path, held, wanted):
-    with one_part(tmp_path, *held), pytest.raises(UserError, match="at work"), one_part(tmp_path, *wanted):
-        pass
-    with one_part(tmp_path, *wanted):
-        pass
-    with one_part(tmp_path, 0, 2), one_part(tmp_path, 1, 2):
-        pass
 
 
 def test_every_way_to_make_a_dataset_is_refused_while_another_runs(tmp_path, bpe, here):
     folder = make_dataset(tmp_path / "tokens", vocab_size=257)
     (folder / "meta.json").unlink()
     before = contents(folder)
-    for parts in (1, 2):
-        with one_part(folder, 0, parts):
-            for call in (
-                lambda: make(folder, bpe),
-                lambda: make(folder, bpe, resume=False),
-                lambda: write_small(folder),
-                lambda: adopt(folder, FileTokenizer(bpe), None, None),
-            ):
-                with pytest.raises(UserError, match="another preparation is at work in"):
-                    call()
-            assert contents(folder) == before
-    with only_preparation(folder), pytest.raises(UserError, match="another preparation"):
-        make(folder, bpe, part=1, num_parts=2)
-
-
-def test_parts_of_another_plan_are_refused_while_one_runs(tmp_path, bpe, here):
-    make(tmp_path / "out", bpe, part=0, num_parts=2)
-    with one_part(tmp_path / "out", 0, 2):
-        with pytest.raises(UserError, match="begun with another shard_tokens"):
-            make(tmp_path / "out", bpe, shard_tokens=500, part=1, num_parts=2)
-        assert make(tmp_path / "out", bpe, part=1, num_parts=2)
+    with only_preparation(folder):
+        for call in (
+            lambda: make(folder, bpe),
+            lambda: make(folder, bpe, resume=False),
+            lambda: write_small(folder),
+        ):
+            with pytest.raises(UserError, match="another preparation is at work in"):
+                call()
+        assert contents(folder) == before
+    make(folder, bpe, resume=False)
 
 
 def test_small_dataset_does_not_mix_with_another_preparation(tmp_path, bpe, here):
-    make(tmp_path, bpe, part=0, num_parts=2)
+    make(tmp_path, bpe)
     with pytest.raises(UserError, match="holds a dataset made otherwise"):
         write_small(tmp_path)
 
@@ -84,10 +55,6 @@ def test_dataset_that_fits_into_one_file_a_split_is_train_bin_and_val_bin(tmp_pa
     assert len(list((tmp_path / "out").glob("*.bin"))) == 2
     inspect.check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
     open_dataset(config(tmp_path / "out", vocab_size=257, block_size=8), scan=True)
-    first, second = (
-        make(tmp_path / "parts", bpe, part=part, num_parts=2) for part in (1, 0)
-    )  # the part that ends last joins
-    assert first is None and second["files"] == read_meta(tmp_path / "out")["files"]
 
 
 def test_finished_dataset_is_not_made_again_and_its_units_are_gone(tmp_path, bpe, here, monkeypatch):

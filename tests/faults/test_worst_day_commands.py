@@ -120,7 +120,7 @@ def parse_preparation(argv):
 OPTIONS = {
     sample.parse: (["--out_dir=x"], "num_samples batch_size max_new_tokens temperature top_k top_p seed"),
     throughput.parse: (["--suite=quick"], "iters warmup repeats timeout"),
-    parse_preparation: ([], "workers max_tokens shard_tokens max_bad part num_parts"),
+    parse_preparation: ([], "workers max_tokens shard_tokens max_bad"),
 }
 
 

@@ -125,11 +125,6 @@ def test_workers_and_parts_change_no_byte_and_no_document_is_lost(tmp_path, bpe)
     make(files, tmp_path / "two", bpe, workers=2)
     assert tokens_and_meta(tmp_path / "two") == wanted
 
-    assert make(files, tmp_path / "parts", bpe, part=1, num_parts=2) is None
-    assert not (tmp_path / "parts" / "meta.json").exists()
-    assert make(files, tmp_path / "parts", bpe, part=0, num_parts=2) is not None
-    assert tokens_and_meta(tmp_path / "parts") == wanted
-
     texts = [json.loads(line)["text"] for path in files for line in path.read_text().splitlines()]
     train, val = (documents(tmp_path / "one", split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(texts) and 5 < len(val) < 60
@@ -173,20 +168,6 @@ def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_p
     assert tokens_and_meta(out) == corpus["bytes"]
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}.items()
     assert not list(out.rglob("*.tmp*"))
-
-
-@pytest.mark.slow
-def test_parts_on_two_disks_one_killed_and_copied_together_give_the_bytes_of_one_machine(corpus, tmp_path):
-    options = [*corpus["options"], "--num_parts", 2]
-    first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
-    kill_after_units(start_prepare([*options, "--part", 0], first), first, 1)
-    processes = [start_prepare([*options, "--part", part], out) for part, out in enumerate((first, second))]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    assert not (first / "meta.json").exists() and not (second / "meta.json").exists()
-    for out in (first, second):
-        shutil.copytree(out, merged, dirs_exist_ok=True)
-    assert start_prepare(corpus["options"], merged).wait(timeout=60) == 0
-    assert tokens_and_meta(merged) == corpus["bytes"]
 
 
 def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
@@ -326,4 +307,6 @@ def test_every_prepare_runs_from_its_folder_and_from_the_root(path):
     for cwd, script in ((path.parent, "prepare.py"), (ROOT, f"data/{name}/prepare.py")):
         result = run_prepare(name, "--help", cwd=cwd, script=script)
         assert result.returncode == 0 and "--output" in result.stdout, result.stderr
-        assert ("--num_parts" in result.stdout) == (name.startswith("slimpajama") or name in ("text", "mds"))
+        assert ("--shard_tokens" in result.stdout) == (
+            name.startswith("slimpajama") or name in ("text", "mds")
+        )

@@ -178,22 +178,6 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
     assert hub.log == [] and tokens(out) == wanted
 
 
-@pytest.mark.slow
-def test_each_part_streams_its_own_files_and_keeps_none(hub, wanted, tmp_path):
-    out = tmp_path / "out"
-    seen = []
-    for part in (1, 0):
-        arguments = ["--stream", "--output", out, "--part", part, "--num_parts", 2]
-        result = run_prepare("slimpajama_6b_gpt2", *arguments, env=hub.environment)
-        assert result.returncode == 0, result.stderr
-        assert not list(out.rglob("*.jsonl"))
-        seen.append({name for name, _ in hub.log})
-        hub.log.clear()
-    assert seen[0].isdisjoint(seen[1]) and len(seen[0] | seen[1]) == 6
-    assert tokens(out) == wanted
-    assert not (out / "download").exists()
-
-
 # --- one file ---
 
 

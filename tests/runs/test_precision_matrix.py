@@ -12,7 +12,7 @@ import pytest
 from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset
 
-from bench import precision, process
+from bench import precision, process, runner
 from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
 from bench.process import end_with_status
 from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
@@ -183,10 +183,8 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     folder = shutil.copytree(first, tmp_path / "out")
     before = read_table(folder)
     started = []
-    run_entry = precision.run_entry
-    monkeypatch.setattr(
-        precision, "run_entry", lambda e, *rest: started.append(e.name) or run_entry(e, *rest)
-    )
+    run_entry = runner.run_entry
+    monkeypatch.setattr(runner, "run_entry", lambda e, *rest: started.append(e.name) or run_entry(e, *rest))
     again = [*arguments, f"--output={folder}"]
     assert precision.main([*again, "--rows=1,21"]) == 0
     assert started == [] and "6 of 6 runs are finished" in capsys.readouterr().out
@@ -205,7 +203,7 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
         run_entry(entry, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(precision, "run_entry", while_another_runs)
+        patch.setattr(runner, "run_entry", while_another_runs)
         assert precision.main([*again, "--rows=1,21"]) == 0
     assert started == ["loss 1, seed 1"]
     assert row_of(read_table(folder), "21")["losses"] == row_of(before, "21")["losses"]

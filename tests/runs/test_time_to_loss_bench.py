@@ -15,9 +15,10 @@ from support import warm_python
 from support.helpers import TINY, make_dataset, write_config
 
 import model_builder
-from bench import process, time_to_loss
+from bench import process, runner, time_to_loss
 from bench.process import end_with_status
 from bench.time_to_loss import KEYS, beyond
+from plots import compare_runs
 from training.configuration.files_and_flags import load_config
 
 ITERS = 32
@@ -128,14 +129,16 @@ def test_the_table_is_what_the_records_give_by_hand(finished):
     assert muon["3.28 on FineWeb, min (computed)"] == pytest.approx(computed)
     assert f"{muon['of its time'][0]:.3f}" in output and "Computed, no run did this" in output
     assert (folder / "table.md").read_text().rstrip("\n") in output
-    assert (folder / "curves.png").read_bytes()[1:4] == b"PNG"
+    records = f"{folder}/runs/*seed*/run_*.json"
+    assert f"Curves: python plots/compare_runs.py '{records}' --x time" in output
+    assert compare_runs.main([records, "--x=time", f"--output={folder / 'curves.png'}"]) == 0
 
 
 def test_a_second_call_runs_only_what_is_missing(finished, tmp_path, monkeypatch, capsys):
     arguments, first, _ = finished
     folder = shutil.copytree(first, tmp_path / "out")
     again = [*arguments, f"--output={folder}"]
-    monkeypatch.setattr(time_to_loss, "run_entry", None)  # nothing is run
+    monkeypatch.setattr(runner, "run_entry", None)  # nothing is run
     assert time_to_loss.main(again) == 0
     assert begun(capsys.readouterr().out) == []
     assert results(folder)["rows"] == results(first)["rows"]
@@ -157,7 +160,7 @@ def fake(monkeypatch):
         keys = load_config([entry.argv[0], *entry.argv[1:]])
         said.variables.append(variables)
         said.now += 60
-        out_dir = time_to_loss.run_folder(entry, number, folder)
+        out_dir = runner.run_folder(entry, number, folder)
         out_dir.mkdir(parents=True)
         failed = keys.optimizer == "muon" and keys.learning_rate > 0.01
         entry.runs.append({"reason": "loss is nan" if failed else None, "seconds": 60.0, "repeat": number})
@@ -175,7 +178,7 @@ def fake(monkeypatch):
         entry.facts |= {"config": {"dataset": "made up"}}
         entry.result = {"tokens_per_sec": {"median": 12_800.0}, "mfu_percent": None}
 
-    monkeypatch.setattr(time_to_loss, "run_entry", run_entry)
+    monkeypatch.setattr(runner, "run_entry", run_entry)
     monkeypatch.setattr(time_to_loss, "time", types.SimpleNamespace(monotonic=lambda: said.now))
     return said
 

@@ -36,7 +36,7 @@ def make(
     shard_tokens: int = 3000,
     max_tokens: int | None = None,
     **options,
-) -> dict | None:
+) -> dict:
     settings = Settings(256, None, 0.1, shard_tokens)
     return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), max_tokens, 1)
 

@@ -16,7 +16,7 @@ def corpus(folder: Path, files: int = 3) -> list[Path]:
     return [write_jsonl(folder / f"{i}.jsonl", [f"<{i}.{j}> text" for j in range(9)]) for i in range(files)]
 
 
-def make(folder: Path, bpe: Path, shard_tokens: int = 10**6, **job) -> dict | None:
+def make(folder: Path, bpe: Path, shard_tokens: int = 10**6, **job) -> dict:
     """A dataset of three units, of which all tokens fit in one file unless shard_tokens is small."""
     files = corpus(bpe.parent / "in")
     settings = Settings(256, None, 0.3, shard_tokens)

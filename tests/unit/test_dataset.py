@@ -4,6 +4,7 @@ import collections
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from support.helpers import ROOT, TINY, make_dataset
 
 from common.errors import RunError, UserError
 from data.pipeline import verified
+from data.pipeline.meta_file import NANOGPT
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
@@ -109,11 +111,28 @@ def test_absent_token_file_is_named_with_the_prepare_script_that_makes_it(folder
     assert f"make it with: python {os.path.relpath(folder / 'prepare.py')}" in message
 
 
-def test_absent_meta_names_the_command_that_makes_it(folder):
+def test_absent_meta_names_the_command_that_makes_it_for_files_of_nanogpt(folder):
     (folder / "meta.json").unlink()
-    message = refusal(folder)
+    message = refusal(folder, vocab_size=50304)
     assert f"no {folder / 'meta.json'}" in message
-    assert f"python -m data.adopt {folder} --tokenizer=gpt2" in message
+    subprocess.run(message.partition("GPT-2's tokens: ")[2], shell=True, check=True)
+    splits, meta = open_dataset(config(folder, vocab_size=50304), scan=True)
+    assert {split: files.total for split, files in splits.items()} == {"train": 20_000, "val": 4_000}
+    assert (meta["eot_id"], meta["tokenizer"]["name"]) == (50256, "gpt2")
+
+
+def test_removed_command_for_files_of_nanogpt_says_what_to_write():
+    command = [sys.executable, "-m", "data.adopt", "data/openwebtext", "--tokenizer=gpt2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "data.adopt was removed" in done.stderr and f"FOLDER/meta.json: {NANOGPT}" in done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("uint16", "<u4"), ("uint32", "<i8")])
+def test_ids_that_are_wider_than_a_meta_json_by_hand_says_are_refused(folder, dtype, stored):
+    np.arange(40_000, 60_000, 7).astype(stored).tofile(folder / "train.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": 65_000}))
+    assert f"if ids are {dtype}, so they have more bits" in refusal(folder, vocab_size=65_000)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_only_ranks_that_hold_the_same_part_are_compared(monkeypatch):
 
 
 def plan_of(tmp_path, **changed) -> dict:
-    """Runs a preparation that only writes its plan, with one of its arguments changed; the plan."""
+    """Stops a preparation when it has written its plan, with one of its arguments changed; the plan."""
     text = tmp_path / f"in{changed.pop('input', '')}" / "a.txt"
     text.parent.mkdir(exist_ok=True)
     text.write_text("some text" * (1 + len(text.parent.name)))
@@ -142,7 +143,9 @@ def plan_of(tmp_path, **changed) -> dict:
     vocabulary.write_text(vocabulary.read_text().replace("endoftext", end))
     limits = {name: changed.pop(name, 100) for name in ("max_tokens", "unit_bytes")}
     settings = replace(Settings(eot_id=256, bos_id=None, val_fraction=0.1, shard_tokens=10**6), **changed)
-    prepare([text], tmp_path / "out", FileTokenizer(vocabulary), settings, "test", Job(workers=0), **limits)
+    stopped = mock.patch("data.pipeline.preparation.run_units", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        prepare([text], tmp_path / "out", FileTokenizer(vocabulary), settings, "test", Job(), **limits)
     return json.loads((tmp_path / "out" / "plan.json").read_text())
 
 

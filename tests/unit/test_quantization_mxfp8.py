@@ -103,8 +103,8 @@ def test_bf16_holds_the_values_exactly():
     [
         ((32, 48), ALONG_ROWS, "32 x 48 cannot be divided into blocks of 1 x 32"),
         ((48, 32), ALONG_COLUMNS, "48 x 32 cannot be divided into blocks of 32 x 1"),
-        ((0, 32), ALONG_ROWS, "neither may be 0"),
-        ((2, 32, 32), ALONG_ROWS, "flatten it first"),
+        ((0, 32), ALONG_ROWS, "0 x 32 cannot be divided"),
+        ((2, 32, 32), ALONG_ROWS, "2 x 32 x 32 cannot be divided"),
     ],
 )
 def test_a_matrix_that_blocks_do_not_divide_is_an_error(shape, block, message):

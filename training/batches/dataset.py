@@ -128,7 +128,7 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
                 f"{how_to_make(path.parent)}"
             )
         if "sha256" not in meta["files"].get(path.name, {}):
-            check_is_tokens(path)
+            check_is_tokens(path, dtype)
     sizes = [stat.st_size for stat in stats.values()]
     files = TokenFiles(list(stats), sizes, dtype, config.model_config().vocab_size)
     if files.total < config.block_size + 1:

@@ -179,6 +179,9 @@ class TrainConfig:
     )
     max_skips: int = key(10, "end the run after so many skipped updates in a row", minimum=1)
     drift_check_interval: int = key(1000, "iterations between comparisons of replicas; 0: never", minimum=0)
+    replay_check_interval: int = key(
+        0, "iterations between micro-steps that run twice, to compare their bits; 0: never", minimum=0
+    )
 
     # --- system ---
     device: Literal["cuda", "cpu"] = key("cuda", "where to train")

@@ -157,6 +157,7 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     recomputes = f"activation_checkpointing={c.activation_checkpointing!r}"
     copies_q_k = model.position_encoding == "rope" and not c.doc_masking
     copies_q_k = copies_q_k and (model.qk_norm or model.head_dim.bit_count() > 1)
+    on_gpu, repeats = c.device == "cuda", f"replay_check_interval={c.replay_check_interval}"
     no_peak = isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0
     return {
         f"beta1={c.beta1} is not in [0, 1)": not 0 <= c.beta1 < 1,
@@ -197,6 +198,14 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
             c.activation_checkpointing == "memory_bound"
             and recipe != "none"
             and not (first + last or copies_q_k)
+        ),
+        f"{repeats} needs the same random numbers twice, but a CUDA Graph draws new ones for "
+        f"dropout={c.dropout}; set use_cuda_graphs=False, dropout=0.0, or replay_check_interval=0": (
+            c.replay_check_interval > 0 and c.dropout > 0 and captures_cuda_graphs(c)
+        ),
+        f"{repeats} compares bits, but each compilation may choose another softmax for "
+        "attention_backend='manual'; set compile=False, another backend, or replay_check_interval=0": (
+            c.replay_check_interval > 0 and c.compile and c.attention_backend == "manual" and on_gpu
         ),
         "backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'": (
             c.backend == "nccl" and c.device == "cpu"

@@ -47,6 +47,13 @@ class Batch(NamedTuple):
     learning_rate: float | torch.Tensor
 
 
+class Extras(NamedTuple):
+    """What an iteration does besides: a capture of its own."""
+
+    with_gradient_sum: bool = False
+    second_look: bool = False
+
+
 class Reference(NamedTuple):
     """An eager iteration that a capture will compute again."""
 
@@ -58,9 +65,10 @@ class Reference(NamedTuple):
 class GraphedStep:
     """The eager step and, once a capture is trusted, replays of it; with the eager step's signature.
 
-    An iteration that also sums the gradients is a second capture, made when it is first asked for. A pass
-    over the gradients in every iteration would cost 1 % of a large model's time and more of a small one's,
-    and an eager iteration between replays would need memory for its own activations. The captures share it.
+    An iteration that also sums the gradients, or looks twice, is another capture, made when it is first asked
+    for. A pass over the gradients in every iteration would cost 1 % of a large model's time and more of a
+    small one's, and an eager iteration between replays would need memory for its own activations. The
+    captures share it.
     `paused` stops the clock of the log rows, so that no row's time has a capture in it; `start` is the
     first iteration. `choice` says what runs: the record has it, and so gets the outcome during the run.
     """
@@ -79,7 +87,7 @@ class GraphedStep:
         self.eager_only = False
         # the memory from which captures read a Batch
         self.inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.replays: dict[bool, Callable[[], StepResult]] = {}  # with_gradient_sum -> a replay
+        self.replays: dict[Extras, Callable[[], StepResult]] = {}
         self.snapshot: Snapshot | None = None
         self.references: list[Reference] = []
         reason = f"the run ended within its first {EAGER_ITERS} iterations"
@@ -91,19 +99,20 @@ class GraphedStep:
         y: torch.Tensor,
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
+        second_look: bool = False,
     ) -> StepResult:
         self.calls += 1
         if self.calls == 1:
             log.info(f"CUDA Graph: capture after {EAGER_ITERS} iterations")
-        batch = Batch(x, y, learning_rate)
+        batch, extras = Batch(x, y, learning_rate), Extras(with_gradient_sum, second_look)
         if self.eager_only:
-            return self.step(*batch, with_gradient_sum)
+            return self.step(*batch, *extras)
         other_shape = self.inputs is not None and x.shape != self.inputs[0].shape
         if other_shape or self.calls <= EAGER_ITERS - REFERENCES:
-            return self.graphs.eager(functools.partial(self.step, *batch, with_gradient_sum))
-        if with_gradient_sum in self.replays:
-            return self._replay(batch, with_gradient_sum)
-        return self._make_reference(batch, with_gradient_sum)
+            return self.graphs.eager(functools.partial(self.step, *batch, *extras))
+        if extras in self.replays:
+            return self._replay(batch, extras)
+        return self._make_reference(batch, extras)
 
     def close(self) -> None:
         """Frees the captures. The process group must end later: NCCL waits for graphs with its kernels."""
@@ -111,10 +120,10 @@ class GraphedStep:
         self.eager_only, self.snapshot, self.references = True, None, []
         self.graphs.close()
 
-    def _replay(self, batch: Batch, with_gradient_sum: bool) -> StepResult:
+    def _replay(self, batch: Batch, extras: Extras) -> StepResult:
         self.state.strategy.settle()
         self._fill(batch)
-        return self.replays[with_gradient_sum]()
+        return self.replays[extras]()
 
     def _fill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copies the batch to where the captures read it. Nothing waits: the rate is a kernel's argument."""
@@ -129,7 +138,7 @@ class GraphedStep:
 
     # --- from the eager step to a trusted capture ---
 
-    def _make_reference(self, batch: Batch, with_gradient_sum: bool) -> StepResult:
+    def _make_reference(self, batch: Batch, extras: Extras) -> StepResult:
         """Runs and times, as before, an iteration that a capture will compute again; then captures if it was
         the last."""
         if not self.references:
@@ -138,20 +147,20 @@ class GraphedStep:
                 if self._on_all_ranks(self._has_memory):
                     self.snapshot = self._on_all_ranks(lambda: Snapshot(self.state))
         if self.snapshot is None:
-            return self.step(*batch, with_gradient_sum)
+            return self.step(*batch, *extras)
         first = not self.replays
         if first:
-            run = functools.partial(self.step, *self._fill(batch), with_gradient_sum)
+            run = functools.partial(self.step, *self._fill(batch), *extras)
             result, waits = self.graphs.eager_with_waits(run)
-        else:  # the other capture is trusted, and leaves no memory for an eager iteration
-            result, waits = self._replay(batch, not with_gradient_sum), []
+        else:  # the first capture is trusted, and leaves no memory for an eager iteration
+            result, waits = self._replay(batch, Extras()), []
         kept = Batch(batch.x.clone(), batch.y.clone(), batch.learning_rate)
         self.references.append(Reference(kept, result, waits))
         if len(self.references) < (REFERENCES if first else 1):
             return result
         with self.paused():
-            last = self._capture_and_check(self.snapshot, False if first else with_gradient_sum)
-        # a reference made by the other capture has no gradient sum; the new capture's result has one
+            last = self._capture_and_check(self.snapshot, Extras() if first else extras)
+        # a reference made by the first capture has no gradient sum; the new capture's result may have one
         return last if last and not first else result
 
     def _has_memory(self) -> bool:
@@ -164,13 +173,13 @@ class GraphedStep:
             )
         return True
 
-    def _capture_and_check(self, snapshot: Snapshot, with_gradient_sum: bool) -> StepResult | None:
+    def _capture_and_check(self, snapshot: Snapshot, extras: Extras) -> StepResult | None:
         """Captures, computes the references again, compares. Returns the last result if they agree."""
         began = time.perf_counter()
         references = self.references
         self.snapshot, self.references = None, []
         snapshot.swap()
-        replay = self._on_all_ranks(lambda: self._capture(references, with_gradient_sum))
+        replay = self._on_all_ranks(lambda: self._capture(references, extras))
         checked = None
         if replay:
             checked = self._on_all_ranks(lambda: self._check(replay, references, snapshot))
@@ -178,29 +187,30 @@ class GraphedStep:
         if not replay or not checked:
             return None
         last, agreement = checked
-        self.replays[with_gradient_sum] = replay
+        self.replays[extras] = replay
         self.choice.update({"used": "CUDA Graph", "reason": None})
-        from_iteration = f"from iteration {self.first_replay}"
-        what = "also with the gradient's sum" if len(self.replays) > 1 else from_iteration
+        added = "the gradient's sum" if extras.with_gradient_sum else ""
+        added += " and a second look" if extras.second_look else ""
+        what = f"also with {added.removeprefix(' and ')}" if added else f"from iteration {self.first_replay}"
         seconds = time.perf_counter() - began
         log.info(f"CUDA Graph: replaying {what} ({agreement}; capture and check took {seconds:.1f} s)")
         return last
 
-    def _capture(self, references: list[Reference], with_gradient_sum: bool) -> Callable[[], StepResult]:
+    def _capture(self, references: list[Reference], extras: Extras) -> Callable[[], StepResult]:
         for reference in references:
             if reference.waits:
                 raise Obstacle(f"the step waits for the GPU at {reference.waits[0]}")
         self.state.strategy.settle()
-        replay = self.graphs.capture(lambda: self._recorded(with_gradient_sum))
-        return lambda: _unpack(replay(), with_gradient_sum)
+        replay = self.graphs.capture(lambda: self._recorded(extras))
+        return lambda: _unpack(replay(), extras.with_gradient_sum)
 
-    def _recorded(self, with_gradient_sum: bool) -> torch.Tensor:
+    def _recorded(self, extras: Extras) -> torch.Tensor:
         """What a capture records. It ends as it began, because a replay runs no Python: weights that the step
         leaves on their way arrive in it."""
         assert self.inputs, "a reference has filled them"
-        result = self.step(*self.inputs, with_gradient_sum)
+        result = self.step(*self.inputs, *extras)
         self.state.strategy.settle()
-        return _pack(result, with_gradient_sum)
+        return _pack(result, extras.with_gradient_sum)
 
     def _check(
         self, replay: Callable[[], StepResult], references: list[Reference], snapshot: Snapshot

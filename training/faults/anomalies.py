@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 from collections.abc import Callable
 
 import torch
 
 from common.errors import RunError
 from training.configuration.keys import TrainConfig
+from training.optimization.second_look import SecondLook
 from training.optimization.step import StepResult
-from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, SPIKE_WINDOW
+from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, SECOND_LOOK, SPIKE_WINDOW
 from training.process.world import World, gather_objects
 from training.records.run_record import RunRecord
 
 log = logging.getLogger("nanomfu")
 
 MAX_PENDING = 100  # iterations whose verdicts wait for the next log row; at this number they are read at once
+NAMED = 5  # tensors named in a message, at most
 STUCK_ITERATIONS = 30  # consecutive overflows; float16's loss scale needs up to 16 to fall from 2^16 to 1
+
+
+UNREPEATABLE = (
+    ". It was the first iteration of this start: if every start ends so, these settings do not repeat their "
+    "bits, because a kernel adds in a varying order, and nothing is broken; set replay_check_interval=0"
+)
 
 
 class Diverged(RunError):
@@ -41,14 +50,22 @@ class Diverged(RunError):
 class AnomalyPolicy:
     """Collects verdicts as device tensors, and acts on them after they have been read."""
 
+    second_look: SecondLook | None = None  # the step's
+
     def __init__(self, config: TrainConfig, world: World, record: RunRecord | None, start: int):
-        self.config, self.world, self.record = config, world, record
+        self.config, self.world, self.record, self.start = config, world, record, start
         self.pending: list[StepResult] = []  # of iterations whose verdicts have not been read
         self.first = start  # the first of these iterations
         self.saved_at = start or None  # iteration of the newest checkpoint
         self.skipped = 0  # updates skipped since the last log row
         self.in_a_row = 0  # consecutive updates skipped, up to the last verdict that was read
         self.end: str | None = None  # why the run must end
+        self.differed_at: int | None = None  # iteration of a second look
+
+    def wants_second_look(self, iteration: int) -> bool:
+        """Also in the first iteration of this process, which shows whether the settings repeat at all."""
+        interval = self.config.replay_check_interval
+        return bool(interval) and (iteration == self.start or iteration % interval == 0)
 
     def add(self, result: StepResult) -> None:
         """After every iteration. All ranks."""
@@ -78,7 +95,7 @@ class AnomalyPolicy:
         pending, first = self.pending, self.first
         self.pending, self.first = [], first + len(pending)
         kinds = [self._kind(int(value)) for value in values]
-        faults = [n for n, kind in enumerate(kinds) if kind not in (None, "overflow")]
+        faults = [n for n, kind in enumerate(kinds) if kind not in (None, "overflow", "second_look")]
         losses = {}  # faulty iteration -> the loss of each rank
         if faults:
             mine = [pending[n].loss.item() for n in faults]
@@ -86,12 +103,16 @@ class AnomalyPolicy:
         for n, kind in enumerate(kinds):
             self.in_a_row = self.in_a_row + 1 if kind else 0
             self.skipped += kind is not None
-            if kind and n in losses:
+            if kind == "second_look":
+                self._differed(first + n)
+            elif kind and n in losses:
                 self._fault(first + n, kind, int(values[n]), losses[n], pending[n].grad_norm.item())
             elif self.in_a_row >= STUCK_ITERATIONS:
                 self.end = self.end or f"no gradient was finite in the last {self.in_a_row} iterations"
 
     def _kind(self, verdict: int) -> str | None:
+        if verdict & SECOND_LOOK:  # a wrong bit may also make a loss that is no number
+            return "second_look"
         if verdict & LOSS:
             return "nonfinite_loss"
         if verdict & NORM:  # float16's loss scale is meant to overflow now and then
@@ -120,8 +141,25 @@ class AnomalyPolicy:
             count = f"it is the last of {self.in_a_row} updates skipped in a row (max_skips)"
             self.end = self.end or f"{what}; {count}"
 
+    def _differed(self, iteration: int) -> None:
+        """All ranks."""
+        mine = self.second_look.differences() if self.second_look else {}
+        everyone = gather_objects((_place(self.world), mine), self.world)
+        ranks = {rank: found for rank, (_, found) in enumerate(everyone) if found}
+        wrong = [f"rank {rank} ({everyone[rank][0]}): {_list(found)}" for rank, found in ranks.items()]
+        what = f"iteration {iteration} computed a micro-step twice, with different bits: {'; '.join(wrong)}"
+        log.warning(f"{what}; its update was made on no rank")
+        if self.record is not None:
+            tensors = list(dict.fromkeys(name for found in ranks.values() for name in found))
+            self.record.add_event(iteration, "second_look", ranks=list(ranks), tensors=tensors, message=what)
+        self.end = self.end or f"{what}; its update was made on no rank"
+        self.differed_at = iteration
+
     def _advice(self) -> str:
         where = f"Resume from iteration {self.saved_at:,}" if self.saved_at else "Start again"
+        if self.differed_at is not None:
+            advice = f". A GPU or its memory is the likely cause: test that machine. {where} without it"
+            return advice if self.differed_at != self.start else advice + UNREPEATABLE
         advice = f". {where} with a lower learning_rate, a longer warmup_iters or dtype='bfloat16'"
         stops = self.config.on_nonfinite == "stop"
         return f"{advice}; --on_nonfinite=skip leaves such updates out" if stops else advice
@@ -129,3 +167,16 @@ class AnomalyPolicy:
     def take_skipped(self) -> int:
         skipped, self.skipped = self.skipped, 0
         return skipped
+
+
+def _place(world: World) -> str:
+    """Which hardware this process uses."""
+    if world.device.type != "cuda":
+        return platform.node()
+    properties = torch.cuda.get_device_properties(world.device)
+    return f"{platform.node()}, {properties.name}, GPU-{properties.uuid}"
+
+
+def _list(found: dict[str, str]) -> str:
+    named = ", ".join(f"{name} ({how})" for name, how in list(found.items())[:NAMED])
+    return f"{named} and {len(found) - NAMED} more" if len(found) > NAMED else named

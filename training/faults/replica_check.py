@@ -1,9 +1,7 @@
 """The replica check: finds replicas that differ. What several ranks hold must stay equal bit for bit, because
 they start with the same values and make the same updates. A fault of a GPU or its memory changes one replica,
 and training would continue without an error, with a different model on each rank. So every
-drift_check_interval iterations each rank sums the bit patterns of each tensor, and the sums are compared.
-
-The sums are sums of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
+drift_check_interval iterations each rank makes a checksum of each tensor's bits, and these are compared.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import torch
 from common.errors import RunError
 from training.checkpoints.train_state import TrainState, moments_of
 from training.configuration.keys import TrainConfig
+from training.optimization.second_look import checksums
 from training.process.world import all_gather
 from training.records.clock import Clock
 from training.records.run_record import RunRecord
 
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # bytes of an element -> the integer of its size
-CHUNK = 2**24  # elements summed at a time
 NAMED = 5  # tensors named in a message, at most
 
 
@@ -73,7 +70,7 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
     world, held = state.world, replicated(state)
     if world.size == 1 or not held:
         return [], []
-    mine = torch.stack([_bits(tensor) for tensor in held.values()])
+    mine = checksums(held)[0]
     everyone = mine.new_empty(world.size * len(mine))
     all_gather(everyone, mine)
     groups: dict[int, list[int]] = defaultdict(list)  # ranks that hold the same part
@@ -99,12 +96,6 @@ def replicated(state: TrainState) -> dict[str, torch.Tensor]:
             moments = moments_of(state.optimizer.state[shard.local])
             held |= {f"{shard.name}.{name}": tensor for name, tensor in moments.items()}
     return held
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the bit patterns. In chunks, because the sum first makes an 8-byte copy of each element."""
-    integers = tensor.view(BITS[tensor.element_size()]).reshape(-1)
-    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in integers.split(CHUNK)]).sum()
 
 
 def _odd_ones(group: list[int], sums: list[int]) -> list[int]:

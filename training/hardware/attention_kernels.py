@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from common.errors import UserError
 from model_config import ModelConfig
 from ops.documents import Documents, dense_mask
 from ops.ranges import ranged
@@ -69,9 +70,11 @@ def choose_attention(
     device: torch.device,
     manual: Callable,
     documents: bool = False,
+    repeats: bool = False,
 ) -> AttentionChoice:
     """The first backend of the chain, from `asked` on, that runs forward and backward on this device; with
-    documents, also that keeps them apart, which is compared with `manual` on a few.
+    documents, also that keeps them apart, which is compared with `manual` on a few; with repeats, whose
+    backward has the same bits each time. Raises UserError if only `manual`, which was not asked for, does.
 
     `manual`, model.manual_attention, ends the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
     """
@@ -85,18 +88,29 @@ def choose_attention(
             reasons.append(f"{name}: {error}")
             continue
         for kernel, attend, *mask in candidates:
-            failure = _probe(attend, config, dtype, device, manual, *mask)
+            if repeats and name.startswith("flash_attn"):  # else it adds queries' gradients in any order
+                attend = functools.partial(attend, deterministic=True)
+            failure = _probe(attend, config, dtype, device, manual, repeats, *mask)
+            if failure is None and repeats and name == "manual" != asked:
+                break
             if failure is None:
                 attend = ranged("attention")(attend)
                 return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend, *mask)
             reasons.append(f"{name} [{kernel}] failed: {failure}")
+    if repeats:
+        raise UserError(
+            f"replay_check_interval needs attention whose bits repeat, but {'; '.join(reasons)}; set "
+            "attention_backend='flash_attn_3' or 'flash_attn_2', where it is installed, or "
+            "replay_check_interval=0"
+        )
     raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")
 
 
-def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str | None:
+def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, mask=None) -> str | None:
     """Runs one forward and backward with the model's own head counts, and with v a part of qkv, as
     ops/heads.py hands it over; None, or what went wrong."""
-    T, D, heads = min(PROBE_TOKENS, config.block_size), config.head_dim, (config.n_head, config.n_kv_head)
+    T, D, heads = config.block_size, config.head_dim, (config.n_head, config.n_kv_head)
+    T = T if repeats else min(PROBE_TOKENS, T)  # only many tiles are added in a varying order
     # the same numbers at every start and on every rank, so that all make the same choice
     generator = torch.Generator(device).manual_seed(0)
     qkv = torch.randn(1, T, sum(heads) + config.n_kv_head, D, generator=generator, device=device).to(dtype)
@@ -105,8 +119,12 @@ def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str
     numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
     try:
         y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))
-        gradients = torch.autograd.grad(y.sum(), (q, k, v))
+        gradients = torch.autograd.grad(y.sum(), (q, k, v), retain_graph=repeats)
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)  # sync point, at start-up
+        if finite and repeats:
+            again = torch.autograd.grad(y.sum(), (q, k, v))
+            if not all(map(torch.equal, gradients, again)):
+                return "its backward has other bits each time"
         if mask and not config.dropout:
             expected = manual(q, k, v, 0.0, dense_mask(numbers)).detach().float()
             error = float(((y.detach().float() - expected).abs() / (1 + expected.abs())).max())
@@ -128,8 +146,8 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         raise Unavailable("it has no dropout")
     flash_attn_func = _import_function("flash_attn_interface")
 
-    def attend(q, k, v, dropout_p=0.0):
-        y = flash_attn_func(q, k, v, causal=True)
+    def attend(q, k, v, dropout_p=0.0, **options):
+        y = flash_attn_func(q, k, v, causal=True, **options)
         return y[0] if isinstance(y, tuple) else y  # older releases return (out, log-sum-exp)
 
     return [("flash-attn 3", attend)]
@@ -141,8 +159,8 @@ def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     _need("flash-attn 2", "flash_attn_2", ampere, config, dtype, device)
     flash_attn_func = _import_function("flash_attn")
 
-    def attend(q, k, v, dropout_p=0.0):
-        return flash_attn_func(q, k, v, dropout_p=dropout_p, causal=True)
+    def attend(q, k, v, dropout_p=0.0, **options):
+        return flash_attn_func(q, k, v, dropout_p=dropout_p, causal=True, **options)
 
     return [("flash-attn 2", attend)]
 

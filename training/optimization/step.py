@@ -3,6 +3,7 @@ device tensors; nothing here waits for the device."""
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from training.configuration.keys import TrainConfig
 from training.optimization.low_precision_state import LowPrecisionState
 from training.optimization.muon import MuonAndAdamW
 from training.optimization.precision import LossScale
+from training.optimization.second_look import SecondLook
 from training.optimization.update_guard import UpdateGuard
 from training.process.work_timer import WorkTimer
 from training.process.world import mean_over_ranks
@@ -41,9 +43,11 @@ class Step(Protocol):
         y: torch.Tensor,
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
+        second_look: bool = False,
     ) -> StepResult:
         """x, y (A, B, T) are the token ids of A micro-steps. learning_rate is a number, or a device tensor if
-        the step is being captured (training/cuda_graphs/graphed_step.py)."""
+        the step is being captured (training/cuda_graphs/graphed_step.py). second_look: whether the first
+        micro-step runs twice (training/optimization/second_look.py)."""
 
     def close(self) -> None:
         """After the last iteration, before the process group ends."""
@@ -66,6 +70,7 @@ class EagerStep:
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
         self.low_precision = low_precision or LowPrecisionState()
+        self.second_look = SecondLook(strategy, config)
         self.grad_clip = config.grad_clip
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
@@ -80,10 +85,11 @@ class EagerStep:
         y: torch.Tensor,
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
+        second_look: bool = False,
     ) -> StepResult:
         # (A,): of each micro-step, the share of the positions that have a target
         shares = (y >= 0).float().mean((1, 2)) if self.pads else None
-        loss = self._forward_and_backward(x, y, shares)
+        loss = self._forward_and_backward(x, y, shares, second_look)
         self.strategy.reduce_gradients(loss)
 
         scale, targets = self.loss_scale.scale, self.every_position
@@ -94,7 +100,8 @@ class EagerStep:
             divisor = torch.where(targets > 0, targets, 1.0)
             loss, mean_loss, scale = loss / divisor, mean_loss / divisor, scale * divisor
         grad_norm = norm / scale
-        verdict, overflow = self.update_guard.judge(mean_loss, grad_norm)
+        differing = self.second_look.ranks_that_differ() if second_look else None
+        verdict, overflow = self.update_guard.judge(mean_loss, grad_norm, differing)
         grad_sum = _gradient_sum(self.strategy.shards) / scale if with_gradient_sum else None
 
         # The update divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
@@ -113,7 +120,7 @@ class EagerStep:
         return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended, optimizer_ms, targets)
 
     def _forward_and_backward(
-        self, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor | None
+        self, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor | None, second_look: bool
     ) -> torch.Tensor:
         """The sum of this rank's losses, divided by its number of positions. Gradients are summed where the
         strategy keeps them, divided likewise. shares: None if every position has a target."""
@@ -122,21 +129,30 @@ class EagerStep:
         losses = []
         self.low_precision.before_iteration()
         for i in range(micro_steps):
-            last = i == micro_steps - 1
-            self.strategy.micro_step(last)
-            self.low_precision.before_micro_step()
-            scale = GradientScale(gradient_scale if shares is None else gradient_scale * shares[i])
-            with named_range(FORWARD):
-                loss = self.strategy.forward(x[i], y[i], scale)
-            if self.timer:
-                self.timer.end_forward()
-            with named_range(BACKWARD):
-                (loss if scale.applied else loss * scale.value).backward()
-            losses.append(self.low_precision.after_micro_step(loss.detach(), last))
+            last, repeats = i == micro_steps - 1, second_look and i == 0
+            scale = gradient_scale if shares is None else gradient_scale * shares[i]
+            run = functools.partial(self._micro_step, x[i], y[i], scale, last, repeats)
+            loss = self.second_look(run) if repeats else run()
+            losses.append(self.low_precision.after_micro_step(loss, last))
         means = torch.stack(losses)
         if shares is not None:
             means = torch.where(shares > 0, means * shares, 0.0)  # a mean over no targets is nan in torch
         return means.mean()
+
+    def _micro_step(
+        self, x: torch.Tensor, y: torch.Tensor, gradient_scale: torch.Tensor, last: bool, repeats: bool
+    ) -> torch.Tensor:
+        """The loss. Changes nothing but the sums of gradients, so that it may be repeated."""
+        self.strategy.micro_step(last, repeats)
+        self.low_precision.before_micro_step()
+        scale = GradientScale(gradient_scale)
+        with named_range(FORWARD):
+            loss = self.strategy.forward(x, y, scale)
+        if self.timer:
+            self.timer.end_forward()
+        with named_range(BACKWARD):
+            (loss if scale.applied else loss * scale.value).backward()
+        return loss.detach()
 
     def close(self) -> None:
         pass

@@ -18,6 +18,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 
 LOSS, NORM, LOSS_SPIKE, NORM_SPIKE = 1, 2, 4, 8  # bits of a verdict; the first two: not finite
+SECOND_LOOK = 16  # the bit that says that a repeated micro-step had other results
 
 SPIKE_WINDOW = 128  # accepted iterations
 # Least sigma, as a share of the mean: where nothing varies, rounding must not count as a spike.
@@ -41,16 +42,20 @@ class UpdateGuard:
         self.window = torch.zeros(2, self.size, device=device)  # spike window; row 0: losses, row 1: norms
         self.accepted = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes the mean loss and the global gradient norm, equal on all ranks. Returns the verdict (0, or
-        the sum of the bits above that are reasons to skip the update), and 1 if the norm is not finite, else
-        0. All are 0-d, fp32."""
+    def judge(
+        self, loss: torch.Tensor, norm: torch.Tensor, differing: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the mean loss and the global gradient norm, and, after a second look, the number of ranks on
+        which it differed: equal on all ranks. Returns the verdict (0, or the sum of the bits above that are
+        reasons to skip the update), and 1 if the norm is not finite, else 0. All are 0-d, fp32."""
         values = torch.stack([loss, norm])
         if self.sigmas:
             self._set_limits()
         within = values.abs() < self.limits  # (2, 2); NaN is below no limit, infinity is not below infinity
         found = self.bits.masked_fill(within, 0)
         verdict = found.sum()
+        if differing is not None:
+            verdict = verdict + SECOND_LOOK * differing.clamp(max=1)
         if self.sigmas:
             self._remember(values, verdict)
         return verdict, found[0, 1].clamp(max=1)

@@ -9,11 +9,6 @@ from typing import Any
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def first_weights(pretrained: dict[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint says of the weights that its run began with; {} if it began with none."""
-    return pretrained or {}
-
-
 def end_ids(began_with: dict[str, Any], eot_id: int | None) -> list[int]:
     """The ids at which text of a run ends: those at which transformers' generate ends with the weights that
     it began with, and the end-of-text id of its dataset."""

@@ -31,11 +31,13 @@ def write_model(
     reader: TensorFiles,
     model: ModelConfig,
     dtype: torch.dtype,
-    began_with: dict[str, Any],
+    pretrained: dict[str, Any] | None,
     eot_id: int | None = None,
 ) -> None:
-    """Weights, config.json and generation_config.json, into an empty folder. `began_with`: what
-    first_weights() gives; `eot_id`: of the token that ends a document. Raises UserError."""
+    """Weights, config.json and generation_config.json, into an empty folder. `pretrained`:
+    what the checkpoint says of the weights that its run began with; `eot_id`: of the token that ends a
+    document. Raises UserError."""
+    began_with = pretrained or {}
     origin = dict(began_with.get("config", {}))
     if origin.get("eos_token_id") is None:
         origin["eos_token_id"] = eot_id
@@ -45,10 +47,6 @@ def write_model(
     write_tensors(folder / SINGLE, parts, _tensors(reader, found, dtype), {})
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION, exported_generation(began_with, config, eot_id))
-
-
-def model_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    return sum(_part(piece, dtype).bytes for piece in pieces(model))
 
 
 def _part(piece: Piece, dtype: torch.dtype) -> Part:

@@ -18,7 +18,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
-from training.strategies.fused_sums import FusedSums, fuses_gradient_sums
+from training.strategies.fused_sums import FusedSums, fuses_gradient_sums, group_of
 from training.strategies.strategy import Shard, norm
 
 
@@ -65,7 +65,9 @@ class Fsdp:
         # the FSDP units, each gathered as a whole: every block, the head, and the rest of the model
         # fully_shard adds this class to a module's own
         self.units = cast("list[FSDPModule]", [*model.blocks, *self.head, model])
+        self.unsharded: dict = {}  # parameter -> FSDP's object for it, once its own sums are asked for
         self.sums = FusedSums(model, self.units, policy) if fuses_gradient_sums(config) else None
+        self.last = True  # micro-step of the iteration: its backward reduces the gradients
         self.under_way = False  # from the first micro-step until the gradients are cleared
         if timer:
             self._measure_waits(timer)
@@ -82,12 +84,23 @@ class Fsdp:
             unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
             unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
 
-    def micro_step(self, last: bool) -> None:
-        self.under_way = True
+    def micro_step(self, last: bool, repeats: bool = False) -> None:
+        self.under_way, self.last = True, last
         model = self.units[-1]
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or self.reshard)
+
+    def gradient_sums(self) -> dict[str, torch.Tensor]:
+        if self.last:
+            mean = "mean over the ranks, so that another may be at fault"
+            return {f"{s.name}, {mean}": _sharded(s.parameter.grad).to_local() for s in self.shards}
+        if self.sums:
+            return self.sums.views
+        if not self.unsharded:
+            own = {p.sharded_param: p for unit in self.units for p in group_of(unit).fsdp_params}
+            self.unsharded = {shard.name: own[shard.parameter] for shard in self.shards}
+        return {name: _own_sum(parameter) for name, parameter in self.unsharded.items()}
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         self.loss = loss
@@ -128,6 +141,8 @@ class Fsdp:
             shard.parameter.grad = shard.local.grad = None
         if self.sums:
             self.sums.clear()
+        for parameter in self.unsharded.values():
+            parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
     def working_copies(self) -> dict[str, torch.Tensor]:
         return {}  # gathered weights are freed, or written anew from the shards
@@ -144,6 +159,12 @@ class Fsdp:
         sums = self.sums.buckets if self.sums else []
         left = any(shard.parameter.grad is not None for shard in self.shards)
         return left or any(bool(bucket.flat.any()) for bucket in sums)  # sync point
+
+
+def _own_sum(parameter) -> torch.Tensor:
+    """Where FSDP sums the gradient of one of its parameters over micro-steps."""
+    total = parameter.unsharded_accumulated_grad  # in reduce_dtype, if that is another one
+    return parameter._unsharded_param.grad if total is None else total
 
 
 def _sharded(tensor: torch.Tensor | None) -> DTensor:

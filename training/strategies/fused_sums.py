@@ -50,6 +50,13 @@ def describe_fusion(config: TrainConfig) -> dict[str, dict[str, str | None]]:
     return {"gradient_sums": {"asked": where[asked], "used": where[used], "reason": reason}}
 
 
+def group_of(unit: FSDPModule):
+    """FSDP's object for the parameters of a unit."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    assert group is not None, unit
+    return group
+
+
 class FusedSums:
     """A bucket for each FSDP unit. Matmuls and the embedding add to its matrices; FSDP itself adds what
     autograd finds for its vectors."""
@@ -57,13 +64,13 @@ class FusedSums:
     def __init__(self, model: Transformer, units: list[FSDPModule], policy: MixedPrecisionPolicy):
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.buckets: list[Bucket] = []
+        self.views: dict[str, torch.Tensor] = {}  # parameter -> its sum
         self.groups: list = []  # FSDP's object for each unit
         self.sums: list[tuple] = []  # FSDP's object for each parameter, and the parameter's sum
         self.reduce_dtype = policy.reduce_dtype
         of_weight: dict[torch.Tensor, torch.Tensor] = {}
         for unit in units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            assert group is not None, unit
+            group = group_of(unit)
             self.groups.append(group)
             of_unit = {names[p.sharded_param]: p for p in group.fsdp_params}
             bucket = Bucket({name: p.sharded_param for name, p in of_unit.items()}, world_size=1)
@@ -71,6 +78,7 @@ class FusedSums:
             for name, parameter in of_unit.items():
                 self.sums.append((parameter, bucket.views[name]))
                 of_weight[parameter.sharded_param] = bucket.views[name]
+            self.views |= bucket.views
         for module in model.modules():
             if isinstance(module, (Linear, Embedding)):
                 module.weight_grad = of_weight[module.weight]

@@ -129,6 +129,7 @@ class Replicated:
         self.converts = self.param_dtype != torch.float32 or (
             world.size > 1 and self.reduce_dtype != torch.float32
         )
+        self.messages: list[list[Bucket]] = []  # those that are reduced together, during the backward
         self.works: list[Waits] = []  # in progress
         self.sent: dict[Bucket, Bucket] = {}  # of this iteration: the sums, and what of them is reduced
         self.norms: list[torch.Tensor] = []  # of parts of the gradient, as they arrive
@@ -153,9 +154,9 @@ class Replicated:
         rest = Bucket(groups.pop(REST), self.world.size, self.gradient_dtype)
         buckets = {name: Bucket(p, self.world.size, self.gradient_dtype) for name, p in groups.items()}
         if self.world.size > 1:
-            for message in in_messages({name: buckets[name] for name in reversed(buckets)}):
-                last = self.module.get_submodule(message[-1])
-                self._reduce_after_backward(last, [buckets[name] for name in message])
+            for names in in_messages({name: buckets[name] for name in reversed(buckets)}):
+                self.messages.append([buckets[name] for name in names])
+                self._reduce_after_backward(self.module.get_submodule(names[-1]), self.messages[-1])
         return [*buckets.values(), rest]
 
     def _reduce_after_backward(self, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -209,8 +210,11 @@ class Replicated:
 
     # --- the methods of the protocol ---
 
-    def micro_step(self, last: bool) -> None:
-        self.last = last and self.world.size > 1
+    def micro_step(self, last: bool, repeats: bool = False) -> None:
+        self.last = last and not repeats and self.world.size > 1
+
+    def gradient_sums(self) -> dict[str, torch.Tensor]:
+        return self.views
 
     def _send(self, buckets: list[Bucket]) -> None:
         """Starts to make the mean over the ranks, in reduce_dtype."""
@@ -237,6 +241,9 @@ class Replicated:
         *others, last = self.buckets
         self.loss = loss
         last.loss.copy_(loss)
+        for message in self.messages:
+            if message[0] not in self.sent:  # the only micro-step has run twice
+                self._send(message)
         during = len(self.works)  # sent during the backward
         if self.world.size > 1:
             self._send([last])

@@ -58,8 +58,13 @@ class Strategy(Protocol):
         """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph. Its gradients
         are multiplied by gradient_scale, if that is `applied` afterwards (ops/cross_entropy.py)."""
 
-    def micro_step(self, last: bool) -> None:
-        """Before a micro-step's forward. Gradients are communicated during the last one's backward."""
+    def micro_step(self, last: bool, repeats: bool = False) -> None:
+        """Before a micro-step's forward. Gradients are communicated during the last one's backward. repeats:
+        this one runs twice, and gradient_sums() are looked at after each time."""
+
+    def gradient_sums(self) -> dict[str, torch.Tensor]:
+        """{parameter: what this rank alone has summed so far}, after a backward that `repeats`. With FSDP and
+        one micro-step there are no such sums: this rank's shards of the mean over the ranks."""
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         """After the last backward, with this rank's loss of the iteration. Every shard.local.grad becomes the
