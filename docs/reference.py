@@ -13,58 +13,54 @@ from training.process.exit_status import STOP_SIGNALS
 
 INTRODUCTION = """\
 `python train.py --help` prints the same keys; `| grep -A1 WORD` shows those about WORD. A flag is
-`--key=value` or `--key value`; `--key` alone sets a boolean to True and never takes the next word. All
-commands that take keys of train.py read them in this way.
+`--key=value` or `--key value`; `--key` alone sets a boolean to True.
 
-A config file is Python that train.py executes: it may import,
-compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves must be
-a key. Values are checked for type, limits, and against each other before a GPU is touched. A path may begin
-with `~`, in a config file and in any option. A resume refuses another value of a guarded key, unless
-`--allow_changes` names the key."""
+A config file is Python that train.py executes: it may import, compute, use `_private` names, and set
+os.environ. Every public name that it leaves must be a key. A path may begin with `~`. A resume
+refuses another value of a guarded key, unless `--allow_changes` names it."""
 FAILURES = (
     "failed: an exception, out of memory, NaN, a checkpoint that could not be written, "
     "a rank that failed or hung"
 )
 AFTER_STATUSES = """\
-torchrun itself ends with 1 in all cases but the first. A training run continues when the reader of its
-console ends; its log file has everything."""
-SET_BY_TORCHRUN = "set by torchrun: "
-UNLESS = "train.py sets it, unless you do: "
+torchrun itself ends with 1 in all cases but the first. A run continues when the reader
+of its console ends."""
+BY_TORCHRUN = "by torchrun: "
+UNLESS = "by train.py, unless you set it: "
 VARIABLES = {
-    "GROUP_RANK": SET_BY_TORCHRUN + "the number of this torchrun, and so of the machine",
-    "GROUP_WORLD_SIZE": SET_BY_TORCHRUN + "how many torchruns the run has",
-    "TORCHELASTIC_USE_AGENT_STORE": SET_BY_TORCHRUN + "whether torchrun hosts the store where processes meet",
-    "RANK": SET_BY_TORCHRUN + "the number of this process",
-    "LOCAL_RANK": SET_BY_TORCHRUN + "its number on this machine, and so its GPU",
-    "WORLD_SIZE": SET_BY_TORCHRUN + "the number of processes; a dry run takes it without torchrun",
-    "LOCAL_WORLD_SIZE": SET_BY_TORCHRUN
-    + "the processes of this machine; a dry run takes it without torchrun",
-    "TORCHELASTIC_RUN_ID": SET_BY_TORCHRUN + "says that torchrun started this process",
-    "TORCHELASTIC_RESTART_COUNT": SET_BY_TORCHRUN + "how often it has restarted the processes",
-    "TORCHELASTIC_MAX_RESTARTS": SET_BY_TORCHRUN + "how often it may",
-    "TORCHELASTIC_ERROR_FILE": SET_BY_TORCHRUN + "where the message of a failed rank goes",
-    "MASTER_ADDR": SET_BY_TORCHRUN + "where the processes meet; bench.peer sets it for torchtitan alone",
+    "RANK": BY_TORCHRUN + "the number of this process",
+    "LOCAL_RANK": BY_TORCHRUN + "its number on this machine, and so its GPU",
+    "WORLD_SIZE": BY_TORCHRUN + "the number of processes; a dry run takes it without torchrun",
+    "LOCAL_WORLD_SIZE": "the same, of this machine",
+    "GROUP_RANK": BY_TORCHRUN + "the number of this machine",
+    "GROUP_WORLD_SIZE": BY_TORCHRUN + "how many torchruns the run has",
+    "TORCHELASTIC_USE_AGENT_STORE": BY_TORCHRUN + "whether it hosts the store where processes meet",
+    "TORCHELASTIC_RUN_ID": BY_TORCHRUN + "its name",
+    "TORCHELASTIC_RESTART_COUNT": BY_TORCHRUN + "how often it has restarted the processes",
+    "TORCHELASTIC_MAX_RESTARTS": BY_TORCHRUN + "how often it may",
+    "TORCHELASTIC_ERROR_FILE": BY_TORCHRUN + "where the message of a failed rank goes",
+    "MASTER_ADDR": BY_TORCHRUN + "where the processes meet",
     "MASTER_PORT": "the same",
-    "PYTORCH_ALLOC_CONF": UNLESS + "expandable_segments:True, against fragmented GPU memory",
-    "NCCL_GRAPH_REGISTER": UNLESS + "0; NCCL must not register such memory for CUDA graphs",
+    "PYTORCH_ALLOC_CONF": UNLESS + "expandable_segments:True, against fragmented memory",
+    "NCCL_GRAPH_REGISTER": UNLESS + "0; NCCL must not register such memory",
     "TORCH_FR_BUFFER_SIZE": UNLESS + "2000 collectives in NCCL's flight recorder",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "the same under its earlier name; if you set it, train.py sets neither",
-    "TORCH_FR_DUMP_TEMP_FILE": UNLESS + "where the flight recorder goes: a file in out_dir",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": UNLESS + "the same, for older versions of torch",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": UNLESS + "1; writes the flight recorder when a collective times out",
-    "TIKTOKEN_CACHE_DIR": "where tiktoken looks for its files before it downloads them",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "its earlier name",
+    "TORCH_FR_DUMP_TEMP_FILE": UNLESS + "where the flight recorder goes",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "its earlier name",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": UNLESS + "1; writes the flight recorder",
+    "TIKTOKEN_CACHE_DIR": "where tiktoken looks before it downloads",
     "HF_HUB_OFFLINE": "not 0: a download that fails is not tried again",
-    "TOKENIZERS_PARALLELISM": "data preparation sets it to false, as it uses processes",
-    "PYTHONUNBUFFERED": "bench/ sets it to 1 for its runs",
-    "TORCHINDUCTOR_CACHE_DIR": "bench/ sets it to a new folder for each run, unless `--keep_cache` is given",
+    "TOKENIZERS_PARALLELISM": "data preparation sets false",
+    "PYTHONUNBUFFERED": "bench/ sets 1 for its runs",
+    "TORCHINDUCTOR_CACHE_DIR": "bench/ sets a new folder for each run, unless `--keep_cache` is given",
     "TRITON_CACHE_DIR": "the same",
-    "PYTHON": "of the Makefile and scripts/slurm_train.sh: the Python interpreter",
-    "VENV": "of the Makefile: the folder of the environment (.venv)",
-    "OUT": "of the Makefile: the out_dir of `make train` (out-quickstart)",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that torch uses; empty: none; a preparation prints commands for them",
-    "GPUS_PER_NODE": "of scripts/slurm_train.sh: processes on each node (as many as torch sees GPUs)",
-    "MAX_REQUEUES": "of scripts/slurm_train.sh: how often a job is queued again (1000)",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "of scripts/slurm_train.sh, for torchrun: seconds until it kills (270)",
+    "PYTHON": "Makefile, scripts/slurm_train.sh: the interpreter",
+    "VENV": "Makefile: the folder of the environment (.venv)",
+    "OUT": "Makefile: the out_dir of `make train`",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that torch uses; empty: none",
+    "GPUS_PER_NODE": "scripts/slurm_train.sh: processes on each node (as many as torch sees GPUs)",
+    "MAX_REQUEUES": "scripts/slurm_train.sh: how often a job is queued again (1000)",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "scripts/slurm_train.sh: seconds until torchrun kills (270)",
 }
 
 
@@ -103,11 +99,7 @@ def _aliases() -> str:
 
 def _variables() -> str:
     rows = [(f"`{name}`", meaning) for name, meaning in VARIABLES.items()]
-    return (
-        _table(("variable", "meaning"), *rows)
-        + "\n\nThe value of a variable whose name says that it is a secret is removed from all output "
-        + "([security](security.md))."
-    )
+    return _table(("variable", "meaning"), *rows) + "\n\n[Secrets](security.md) are removed from all output."
 
 
 def _statuses() -> str:

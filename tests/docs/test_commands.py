@@ -69,8 +69,14 @@ def header_lines(source: str) -> list[str]:
     return whole + re.findall(r"python \S+\.py", header)
 
 
+def image_lines(source: str) -> list[str]:
+    """What a Dockerfile runs, but for the system's packages."""
+    return re.findall(r"^(?:RUN|CMD) (?!apt-get )(.+)$", source, re.M)
+
+
 def all_commands() -> list:
     lines = [(name, line) for name, text in TEXTS.items() for line in document_lines(text)]
+    lines += [("Dockerfile", line) for line in image_lines((ROOT / "Dockerfile").read_text())]
     for pattern in (*SCRIPTS, "config/*.py"):
         found_in = header_lines if pattern == "config/*.py" else docstring_lines
         for path in sorted(ROOT.glob(pattern)):

@@ -11,7 +11,7 @@ from support.imports import graph, read_sources
 
 from training.configuration.keys import KEYS
 
-DATED = ("LOG.md", "CHANGELOG.md")  # they grow by their nature
+DATED = ("LOG.md", "CHANGELOG.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("log/*.md")))
 
 
 def files(pattern: str) -> list[str]:

@@ -69,7 +69,7 @@ REMOVED_KEYS = {  # on 2026-11-25
 }
 REMOVED_VALUES = {
     ("low_precision", "fp8_blockwise"): "use 'fp8_tensorwise', which is faster and has the same loss",
-    ("profile", "memory"): "docs/tuning.md, Memory, says how torch records what is allocated",
+    ("profile", "memory"): "docs/profile.md, Memory, says how torch records what is allocated",
 }
 
 
