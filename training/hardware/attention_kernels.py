@@ -1,7 +1,7 @@
 """Chooses the attention kernel that runs on this device.
 
-What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one line says what was
-asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
+What was asked for falls back along flash_attn_4 -> flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one
+line says what was asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
 
 The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
 global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
@@ -21,14 +21,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from common.errors import UserError
 from model_config import ModelConfig
+from ops import flash_attn_4
 from ops.documents import Documents, dense_mask
 from ops.ranges import ranged
 from training.hardware.capability import CUDNN, TORCH, capability
 
-CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
+CHAIN = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "manual")
 HALF = (torch.float16, torch.bfloat16)
 
-FLASH_MAX_HEAD_DIM = 256  # flash-attn 2 and 3
+FLASH_MAX_HEAD_DIM = 256  # of flash-attn; 4 has fewer widths on Blackwell, and says so itself in the probe
 CUDNN_MAX_HEAD_DIM = 128
 PROBE_TOKENS = 256  # enough for every kernel's tile
 # of 1 + |output|: outputs are of about unit size, those of a document's first tokens up to 5, where one bit
@@ -138,6 +139,20 @@ def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, ma
 # --- backends: each returns [(kernel name, attend)], best first, or raises Unavailable ---
 
 
+def _flash_attn_4(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Hopper's and Blackwell's kernels, compiled at the start of a run. ops/flash_attn_4.py."""
+    gpus = "Hopper and Blackwell GPUs (compute capability 9.0, 10.x and 12.x)"
+    _need("flash-attn 4", "flash_attn_4", gpus, config, dtype, device)
+    if config.dropout > 0:
+        raise Unavailable("it has no dropout")
+    _import_function(flash_attn_4.PACKAGE, "requirements-quack.txt")
+
+    def attend(q, k, v, dropout_p=0.0):
+        return flash_attn_4.flash_attn_4(q, k, v)[0]
+
+    return [("flash-attn 4", attend)]
+
+
 def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
     hopper = "Hopper GPUs (compute capability 9.0)"
@@ -165,13 +180,16 @@ def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     return [("flash-attn 2", attend)]
 
 
-def _import_function(package: str) -> Callable:
+def _import_function(package: str, file: str = "requirements-gpu.txt") -> Callable:
     try:
-        return importlib.import_module(package).flash_attn_func
+        module = importlib.import_module(package)
+        if getattr(module, "__file__", "") is None:  # flash-attn 4 alone: a folder without flash-attn 2
+            raise ModuleNotFoundError(name=package)
+        return module.flash_attn_func
     except Exception as error:  # built for another torch, it can fail in any way; the user is told which
         why = f"cannot be imported: {_first_line(error)}"
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            why = "is not installed (requirements-gpu.txt)"
+        if isinstance(error, ModuleNotFoundError) and f"{package}.".startswith(f"{error.name}."):
+            why = f"is not installed ({file})"
         raise Unavailable(f"{package} {why}") from None
 
 
@@ -270,5 +288,10 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-BACKENDS = {"flash_attn_3": _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
-DOCUMENT_BACKENDS = {"flash_attn_3": _no_documents, "flash_attn_2": _no_documents, "sdpa": _masked_sdpa}
+BACKENDS = {
+    "flash_attn_4": _flash_attn_4,
+    "flash_attn_3": _flash_attn_3,
+    "flash_attn_2": _flash_attn_2,
+    "sdpa": _sdpa,
+}
+DOCUMENT_BACKENDS = {**dict.fromkeys(BACKENDS, _no_documents), "sdpa": _masked_sdpa}

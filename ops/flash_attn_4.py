@@ -1,0 +1,58 @@
+"""Computes causal attention with flash-attn 4, an extra (requirements-quack.txt).
+
+The package is flash_attn/cute, beside flash-attn 2 or alone. At the first call, in some seconds, it compiles
+kernels for this head width, dtype and GPU. torch.compile cannot look into that, so the forward and the
+backward are operators here. Nothing in them waits for the GPU, so that they can be captured. The backward is
+an internal function of the package, which has no public one outside of autograd.
+
+    B batch · T sequence · H query heads · K key/value heads · D head width
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch.library import custom_op
+
+PACKAGE = "flash_attn.cute"
+
+
+@custom_op("nanomfu::flash_attn_4_forward", mutates_args=())
+def flash_attn_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp (B, H, T) in fp32."""
+    out, lse = importlib.import_module(PACKAGE).flash_attn_func(q, k, v, causal=True, return_lse=True)
+    return out, lse
+
+
+@flash_attn_4.register_fake
+def _(q, k, v):
+    B, T, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@custom_op("nanomfu::flash_attn_4_backward", mutates_args=())
+def flash_attn_4_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = _gradients(dy, q, k, v, y, lse)  # contiguous, whatever the strides of q, k and v
+    backward = importlib.import_module(f"{PACKAGE}.interface")._flash_attn_bwd
+    backward(q, k, v, y, dy.contiguous(), lse, causal=True, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@flash_attn_4_backward.register_fake
+def _gradients(dy, q, k, v, y, lse):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dy, _):
+    return flash_attn_4_backward(dy, *ctx.saved_tensors)
+
+
+flash_attn_4.register_autograd(_backward, setup_context=_keep)
