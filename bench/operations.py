@@ -18,7 +18,7 @@ from model import manual_attention
 from model_config import ModelConfig
 from ops.float8 import FORWARD, GRADIENT
 from training.configuration.keys import TrainConfig
-from training.hardware.attention_kernels import choose_attention
+from training.hardware.attention_kernels import AttentionChoice, choose_attention
 
 
 class Timing(NamedTuple):
@@ -75,41 +75,29 @@ def time_attention(
     dtype: torch.dtype,
     device: torch.device,
     timing: Timing,
+    choice: AttentionChoice | None = None,
 ) -> dict:
-    """One layer's attention. Rates are by causal FLOPs: the kernels skip the other half."""
-    choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
-    qkv = attention_inputs(config, model, dtype, device)
-    return {"used": choice.used, "kernel": choice.kernel, **time_attend(choice.attend, qkv, timing)}
-
-
-def attention_inputs(
-    config: TrainConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """q (B, T, H, D), k and v (B, T, K, D), random, of a micro-batch."""
+    """One layer's attention, by this choice's kernel. Rates are by causal FLOPs: kernels skip the rest."""
+    choice = choice or choose_attention(config.attention_backend, model, dtype, device, manual_attention)
     B, T, D = config.micro_batch, config.block_size, model.head_dim
-    return tuple(
+    q, k, v = (
         _random((B, T, heads, D), dtype, device).requires_grad_()
         for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
     )
-
-
-def time_attend(attend: Callable, qkv: tuple[torch.Tensor, ...], timing: Timing) -> dict:
-    """Seconds and causal TFLOPS of a kernel, attend(q, k, v, dropout), and of its backward."""
-    (B, T, H, D), device = qkv[0].shape, qkv[0].device
-    y = attend(*qkv, 0.0)
+    y = choice.attend(q, k, v, 0.0)
     dy = torch.randn_like(y)
     seconds = {
-        "forward": seconds_per_call(lambda: attend(*qkv, 0.0), device, timing),
+        "forward": seconds_per_call(lambda: choice.attend(q, k, v, 0.0), device, timing),
         "backward": seconds_per_call(
-            lambda: torch.autograd.grad(y, qkv, dy, retain_graph=True), device, timing
+            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), device, timing
         ),
     }
-    causal = 2 * B * T * T * H * D  # two products, half of each
+    causal = 2 * B * T * T * model.n_head * D  # two products, half of each
     rates = {
         "forward": causal / seconds["forward"] / 1e12,
         "backward": 2 * causal / seconds["backward"] / 1e12,
     }
-    return {"seconds": seconds, "causal_tflops": rates}
+    return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
 
 
 def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing) -> float:

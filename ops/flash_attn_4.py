@@ -11,48 +11,73 @@ an internal function of the package, which has no public one outside of autograd
 from __future__ import annotations
 
 import importlib
+import inspect
 
 import torch
 from torch.library import custom_op
 
-PACKAGE = "flash_attn.cute"
+PACKAGE = "flash_attn.cute.interface"
+ARGUMENTS = {
+    "flash_attn_func": ("causal", "return_lse"),
+    "_flash_attn_bwd": ("causal", "deterministic", "dq", "dk", "dv"),
+}
+
+
+def missing_argument() -> str | None:
+    """What the installed release lacks of what is called here: it is too old, such as that of flash-attn 2.8,
+    or newer than this file."""
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(importlib.import_module(PACKAGE), name, lambda: None)
+        if missing := [each for each in arguments if each not in inspect.signature(function).parameters]:
+            return f"{name}({missing[0]}=...)"
+    return None
 
 
 @custom_op("nanomfu::flash_attn_4_forward", mutates_args=())
-def flash_attn_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp (B, H, T) in fp32."""
+def flash_attn_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp (B, H, T) in fp32.
+    deterministic: the backward has the same bits each time."""
     out, lse = importlib.import_module(PACKAGE).flash_attn_func(q, k, v, causal=True, return_lse=True)
     return out, lse
 
 
 @flash_attn_4.register_fake
-def _(q, k, v):
+def _(q, k, v, deterministic=False):
     B, T, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
 
 
 @custom_op("nanomfu::flash_attn_4_backward", mutates_args=())
 def flash_attn_4_backward(
-    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, lse: torch.Tensor
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    lse: torch.Tensor,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = _gradients(dy, q, k, v, y, lse)  # contiguous, whatever the strides of q, k and v
-    backward = importlib.import_module(f"{PACKAGE}.interface")._flash_attn_bwd
-    backward(q, k, v, y, dy.contiguous(), lse, causal=True, dq=dq, dk=dk, dv=dv)
+    dq, dk, dv = (one.new_empty(one.shape) for one in (q, k, v))  # contiguous, whatever the strides of v
+    options = {"causal": True, "deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv}
+    importlib.import_module(PACKAGE)._flash_attn_bwd(q, k, v, y, dy.contiguous(), lse, **options)
     return dq, dk, dv
 
 
 @flash_attn_4_backward.register_fake
-def _gradients(dy, q, k, v, y, lse):
+def _(dy, q, k, v, y, lse, deterministic):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.deterministic = inputs[3]
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, dy, _):
-    return flash_attn_4_backward(dy, *ctx.saved_tensors)
+    return *flash_attn_4_backward(dy, *ctx.saved_tensors, ctx.deterministic), None
 
 
 flash_attn_4.register_autograd(_backward, setup_context=_keep)

@@ -13,7 +13,7 @@ def flash_attn_func(q, k, v, causal=False, return_lse=False):
     return manual_attention(q, k, v).contiguous(), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
-def _flash_attn_bwd(q, k, v, out, dout, lse, causal=False, dq=None, dk=None, dv=None):
+def _flash_attn_bwd(q, k, v, out, dout, lse, causal=False, deterministic=False, dq=None, dk=None, dv=None):
     """By the formulas: autograd does not look into an operator."""
     assert causal and out.shape == dout.shape == q.shape and lse.shape == (len(q), q.shape[2], q.shape[1])
     assert all(written.is_contiguous() for written in (dq, dk, dv))
@@ -29,7 +29,7 @@ def _flash_attn_bwd(q, k, v, out, dout, lse, causal=False, dq=None, dk=None, dv=
 
 
 def install(monkeypatch, forward=flash_attn_func, **internals):
-    """Puts it in the package's place; internals: of its interface, instead of the backward."""
+    """Puts it in the package's place; internals: others than the backward."""
     internals = internals or {"_flash_attn_bwd": _flash_attn_bwd}
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=forward))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", types.SimpleNamespace(**internals))
+    module = types.SimpleNamespace(flash_attn_func=forward, **internals)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
