@@ -1,5 +1,4 @@
-"""Times one layer's attention by every kernel that runs here, for the choice of a default. Nothing has been
-measured with it yet.
+"""Times one layer's attention by every kernel that runs here, to choose a default. Not yet run on a GPU.
 
     python -m bench.attention config/full_qwen3_1.8b_optimal.py
 
@@ -12,6 +11,7 @@ compiles. A CPU has short windows, to try the command.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
@@ -34,7 +34,7 @@ from training.process.exit_status import leave_now
 from training.process.world import check_device
 
 LENGTHS, MASKED = (2048, 4096, 16384, 32768), 4096  # tokens of a window; of one with documents
-DOCUMENT = 207  # tokens of a document on average, as in docs/low_precision.md
+DOCUMENT = 207  # tokens on average, as in docs/low_precision.md
 VARLEN = "flash_attn_4, varlen"
 ON_A_GPU = Timing(0.2, 0.05, 6)
 
@@ -47,18 +47,17 @@ def main(argv: list[str]) -> int:
     cases = [(length, name, False) for length in lengths for name in CHAIN[:-1]]
     for length, name, documents in [*cases, (masked, "sdpa", True), (masked, VARLEN, True)]:
         sized = dataclasses.replace(config, block_size=length, batch_size=lengths[-1] // length)
-        row = {"tokens": length, "documents": documents, "asked": name}
         try:
-            row |= measure(sized, name, documents)
+            found = measure(sized, name, documents)
         except Exception as error:  # a kernel may fail in any way; the others are still timed
-            row["reason"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        print(json.dumps(row), flush=True)
+            found = {"reason": repr(error)}
+        print(json.dumps({"tokens": length, "documents": documents, "asked": name, **found}), flush=True)
     return 0
 
 
 def measure(config: TrainConfig, name: str, documents: bool) -> dict:
     """The kernel and its figures, or the reason why it does not run here."""
-    began, device, dtype = time.perf_counter(), torch.device(config.device), DTYPES[config.dtype]
+    device, dtype, began = torch.device(config.device), DTYPES[config.dtype], time.perf_counter()
     starts = torch.rand(config.micro_batch, config.block_size, device=device) < 1 / DOCUMENT
     if name == VARLEN:
         choice = AttentionChoice(name, name, "flash-attn 4", "", varlen(starts))
@@ -79,13 +78,10 @@ def varlen(starts: torch.Tensor) -> Callable:
     B, T = starts.shape
     begins = (starts | (torch.arange(T, device=starts.device) == 0)).flatten().nonzero().flatten()
     edges = F.pad(begins, (0, 1), value=B * T).int()
-    lengths = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": T, "max_seqlen_k": T}
+    given = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": T, "max_seqlen_k": T}
     function = importlib.import_module(PACKAGE).flash_attn_varlen_func
-
-    def attend(q, k, v, dropout_p):
-        return function(*(t.flatten(0, 1) for t in (q, k, v)), **lengths, causal=True)[0].unflatten(0, (B, T))
-
-    return attend
+    flat = functools.partial(torch.flatten, start_dim=0, end_dim=1)
+    return lambda q, k, v, _: function(flat(q), flat(k), flat(v), **given, causal=True)[0].view(q.shape)
 
 
 if __name__ == "__main__":

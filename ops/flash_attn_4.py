@@ -14,18 +14,15 @@ import importlib
 import inspect
 
 import torch
+from torch import Tensor
 from torch.library import custom_op
 
 PACKAGE = "flash_attn.cute.interface"
-ARGUMENTS = {
-    "flash_attn_func": ("causal", "return_lse"),
-    "_flash_attn_bwd": ("causal", "deterministic", "dq", "dk", "dv"),
-}
+ARGUMENTS = {"flash_attn_func": ["return_lse"], "_flash_attn_bwd": ["deterministic", "dq", "dk", "dv"]}
 
 
 def missing_argument() -> str | None:
-    """What the installed release lacks of what is called here: it is too old, such as that of flash-attn 2.8,
-    or newer than this file."""
+    """What the installed release lacks of what is called here; it may be too old, as in flash-attn 2.8."""
     for name, arguments in ARGUMENTS.items():
         function = getattr(importlib.import_module(PACKAGE), name, lambda: None)
         if missing := [each for each in arguments if each not in inspect.signature(function).parameters]:
@@ -34,9 +31,7 @@ def missing_argument() -> str | None:
 
 
 @custom_op("nanomfu::flash_attn_4_forward", mutates_args=())
-def flash_attn_4(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp (B, H, T) in fp32.
     deterministic: the backward has the same bits each time."""
     out, lse = importlib.import_module(PACKAGE).flash_attn_func(q, k, v, causal=True, return_lse=True)
@@ -51,14 +46,8 @@ def _(q, k, v, deterministic=False):
 
 @custom_op("nanomfu::flash_attn_4_backward", mutates_args=())
 def flash_attn_4_backward(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    lse: torch.Tensor,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (one.new_empty(one.shape) for one in (q, k, v))  # contiguous, whatever the strides of v
     options = {"causal": True, "deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv}
     importlib.import_module(PACKAGE)._flash_attn_bwd(q, k, v, y, dy.contiguous(), lse, **options)

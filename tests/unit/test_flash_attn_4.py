@@ -121,7 +121,7 @@ def before_4(q, k, v, softmax_scale=None, causal=False):
     ("forward", "internals", "missing"),
     [
         (before_4, {}, "flash_attn_func(return_lse=...)"),
-        (fake_flash_attn_4.flash_attn_func, {"another": None}, "_flash_attn_bwd(causal=...)"),
+        (fake_flash_attn_4.flash_attn_func, {"another": None}, "_flash_attn_bwd(deterministic=...)"),
         (
             fake_flash_attn_4.flash_attn_func,
             {"_flash_attn_bwd": before_4},

@@ -119,9 +119,7 @@ def table_peak(
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} has no peak; use one of {', '.join(PRECISIONS)}")
     fix = "time a GEMM with --peak_tflops=measure"
-    if precision == "fp4":
-        fix = "MFU is of the bf16 peak"
-    elif precision != "fp8":  # see resolve_peak: a stated number is never the peak of a format
+    if precision not in FORMATS:  # see resolve_peak: a stated number is never the peak of a format
         fix = f"state its dense {precision.replace('bfloat', 'bf')} TFLOPS with --peak_tflops=..., or {fix}"
     gpu = find_gpu(gpu_name)
     if gpu is None:
@@ -136,9 +134,8 @@ def table_peak(
         return Peak(None, "none", f"{missing}; {fix}", sparse)
     if precision == "fp4":
         if gpu.name not in FP4:
-            return Peak(None, "none", f"the table has no fp4 peak for the {gpu.name}; {fix}", sparse)
-        kind = "2:4 sparse" if sparse else "dense"
-        return Peak(float(FP4[gpu.name][sparse]), f"{gpu.name}, {kind} fp4 (its page)", sparse=sparse)
+            return Peak(None, "none", f"the table has no fp4 peak for the {gpu.name}", sparse)
+        return Peak(float(FP4[gpu.name][sparse]), f"{gpu.name}, fp4 (its page)", sparse=sparse)
     tflops = gpu.fp8 if precision == "fp8" else gpu.bf16
     if tflops is None:
         return Peak(None, "none", f"the {gpu.name} has no fp8 tensor cores; train it in bfloat16", sparse)
@@ -171,7 +168,7 @@ def measure_peak(precision: str, device) -> Peak:
     if precision == "fp8" and not capability(device).fp8:
         return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
     if precision == "fp4":
-        return Peak(None, "none", "no fp4 GEMM is timed; MFU is of the bf16 peak")
+        return Peak(None, "none", "no fp4 GEMM is timed")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
     # the fastest, because a peak is a maximum: other work on the machine can only make a repeat slower
@@ -238,12 +235,12 @@ def _gpu_name(device: torch.device) -> str | None:
 
 def _find_peak(config: TrainConfig, device: torch.device) -> Peak:
     """With that of fp8 or fp4 where matmuls are native; Peak.without_formats(), if the check then fails."""
+    recipe, stated, sparse = config.low_precision, config.peak_tflops, config.use_sparse_specs
 
     def resolve(precision: str) -> Peak:
-        name, sparse = _gpu_name(device), config.use_sparse_specs
-        return resolve_peak(config.peak_tflops, name, precision, sparse, device)
+        return resolve_peak(stated, _gpu_name(device), precision, sparse, device)
 
-    peak, recipe = resolve(config.dtype), config.low_precision
+    peak = resolve(config.dtype)
     if recipe == "none" or low_precision_support(recipe, capability(device)) not in (NATIVE, CHECKED):
         return peak
     return replace(peak, fp4=resolve("fp4")) if recipe == "nvfp4" else replace(peak, fp8=resolve("fp8"))

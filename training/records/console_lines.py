@@ -21,11 +21,8 @@ def console_lines(
             f"⚡ MFU: {mfu['mfu_percent']:.2f}% │ Achieved: {units.flops(mfu['flops_achieved'])} │ "
             f"Peak: {units.flops(mfu['hardware_peak_flops'])}"
             + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
-            + "".join(
-                f" │ Of the {name} peak: {percent:.2f}%"
-                for name in ("fp8", "fp4")
-                if (percent := mfu.get(f"mfu_{name}_percent"))
-            )
+            + (f" │ Of the fp8 peak: {fp8:.2f}%" if (fp8 := mfu.get("mfu_fp8_percent")) else "")
+            + (f" │ Of the fp4 peak: {fp4:.2f}%" if (fp4 := mfu.get("mfu_fp4_percent")) else "")
             + (
                 f" │ Causal, by document: {mfu['mfu_causal_percent']:.2f}%"
                 if "document_length_per_token" in mfu
