@@ -149,9 +149,9 @@ def resolve_peak(
     """The peak that the settings ask for; gpu_name is None on a CPU.
 
     A stated number is used as it is, also with sparse=True. It is the rate of the training dtype, so the peak
-    of fp8 or fp4 still comes from the table.
+    of fp8 or fp4 still comes from the table. fp4 is not measured.
     """
-    if peak_tflops == "measure":
+    if peak_tflops == "measure" and precision != "fp4":
         return measure_peak(precision, device)
     if peak_tflops is not None and precision not in FORMATS:
         return Peak(float(peak_tflops), "stated by peak_tflops", sparse=sparse)
@@ -167,8 +167,6 @@ def measure_peak(precision: str, device) -> Peak:
     on_cuda = device.type == "cuda"
     if precision == "fp8" and not capability(device).fp8:
         return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
-    if precision == "fp4":
-        return Peak(None, "none", "no fp4 GEMM is timed")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
     # the fastest, because a peak is a maximum: other work on the machine can only make a repeat slower
