@@ -116,7 +116,7 @@ def _order(asked: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _probe_inputs(T: int, config: ModelConfig, dtype, device) -> list[torch.Tensor]:
-    """q, k and v of a window with the model's own heads; v is a part of qkv, as ops/heads.py hands it over."""
+    """q, k and v of a window with the model's heads; v is a part of qkv, as ops/heads.py hands it over."""
     T, heads = min(T, config.block_size), (config.n_head, config.n_kv_head, config.n_kv_head)
     # the same numbers at every start and on every rank, so that all make the same choice
     generator = torch.Generator(device).manual_seed(0)
