@@ -172,6 +172,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     memory = micro_batch.describe(config, world.size, low_precision.block_scaled)
     executed = describe_low_precision(model, config, low_precision)
+    if not executed.get("low_precision", {}).get("native"):
+        peak = peak.without_formats()  # mxfp8 and nvfp4, whose check failed
     setup = Setup(flops, peak, attention.to_dict(), memory, executed)
     logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
     watchdog.logger = logger

@@ -18,7 +18,7 @@ from model import manual_attention
 from model_config import ModelConfig
 from ops.float8 import FORWARD, GRADIENT
 from training.configuration.keys import TrainConfig
-from training.hardware.attention_kernels import choose_attention
+from training.hardware.attention_kernels import AttentionChoice, choose_attention
 
 
 class Timing(NamedTuple):
@@ -75,9 +75,10 @@ def time_attention(
     dtype: torch.dtype,
     device: torch.device,
     timing: Timing,
+    choice: AttentionChoice | None = None,
 ) -> dict:
-    """One layer's attention. Rates are by causal FLOPs: the kernels skip the other half."""
-    choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
+    """One layer's attention, by this choice's kernel. Rates are by causal FLOPs: kernels skip the rest."""
+    choice = choice or choose_attention(config.attention_backend, model, dtype, device, manual_attention)
     B, T, D = config.micro_batch, config.block_size, model.head_dim
     q, k, v = (
         _random((B, T, heads, D), dtype, device).requires_grad_()

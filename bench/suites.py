@@ -89,7 +89,7 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     ),
     "attention": tuple(
         Variant(backend, QWEN3, {**BATCH, "attention_backend": backend})
-        for backend in ("sdpa", "flash_attn_2", "flash_attn_3")
+        for backend in ("sdpa", "flash_attn_2", "flash_attn_3", "flash_attn_4")
     ),
     # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(

@@ -33,6 +33,8 @@ def find_difference(
     how much, or what failed. None: it computes what the emulation does. tokens: of a micro-batch. key: of
     stochastic rounding, on the device. Sync point."""
     M, (N, K) = min(tokens, MOST_ROWS), sides
+    if tokens % native.multiple:  # rows of x would be added, and none of dy
+        return f"{tokens:,} tokens are no multiple of {native.multiple}"
     try:
         generator = torch.Generator(key.device).manual_seed(0)  # the run's own numbers stay as they are
         x, dy, weight = (

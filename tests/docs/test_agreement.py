@@ -29,7 +29,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
 from training.hardware import attention_kernels
-from training.hardware.peaks import PRECISIONS
+from training.hardware.peaks import FORMATS, PRECISIONS
 from training.memory.estimate import BYTES
 from training.optimization.low_precision import LINEARS
 from training.process.exit_status import STOP_SIGNALS
@@ -107,7 +107,7 @@ def test_plots_know_every_formula_of_mfu():
 
 def test_every_dtype_has_its_size_and_its_peak():
     assert BYTES == {name: dtype.itemsize for name, dtype in DTYPES.items()}
-    assert set(PRECISIONS) == {*DTYPES, "fp8"}
+    assert set(PRECISIONS) == {*DTYPES, *FORMATS}
 
 
 def test_every_recipe_of_low_precision_is_in_the_table_and_no_other():

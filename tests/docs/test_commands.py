@@ -253,7 +253,7 @@ def check_benchmark(module: str, arguments: list[str], script):
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
     else:
-        assert module in ("bench.peer", "bench.roofline")
+        assert module in ("bench.peer", "bench.roofline", "bench.attention")
         load_config(peer.parse(arguments)[1] if module == "bench.peer" else arguments)
 
 

@@ -47,3 +47,26 @@ def test_a_profile_of_the_compiled_kernel_shows_cudnn(kv):
     cudnn = [name for name in on_gpu if "cudnn" in name.lower()]
     assert any("fprop" in name or "fwd" in name for name in cudnn), on_gpu
     assert any("bprop" in name or "bwd" in name for name in cudnn), on_gpu
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("kv", [None, 4])
+def test_flash_attn_4_agrees_with_manual_attention_eager_compiled_and_captured(kv, head_dim):
+    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements-quack.txt")
+    if "flash_attn_4" not in capability(GPU).flash_attn:
+        pytest.skip("flash-attn 4 has no kernels for this GPU")
+    config = gpu_shape(kv, head_dim, 2048)
+    choice = choose("flash_attn_4", config, torch.bfloat16, GPU)
+    assert (choice.used, choice.reason) == ("flash_attn_4", "")
+    assert_agrees(choice.attend, config, torch.bfloat16, 2e-2, GPU, batch=1)
+    compiled = torch.compile(choice.attend, fullgraph=True)
+    assert_agrees(compiled, config, torch.bfloat16, 2e-2, GPU, batch=1)
+    (q, k, v), above = inputs(config, torch.bfloat16, GPU, batch=1)
+    expected = forward_and_gradients(compiled, (q, k, v), above)  # also compiles its kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_and_gradients(compiled, (q, k, v), above)
+    graph.replay()
+    assert torch.equal(captured[0], expected[0])
+    for mine, other in zip(captured[1:], expected[1:], strict=True):  # sums of dq have any order
+        torch.testing.assert_close(mine, other, atol=2e-2, rtol=2e-2)

@@ -94,7 +94,7 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
     "flags, wanted",
     [
         (["--batch_sise=4"], ["'batch_sise'", "did you mean 'batch_size'?"]),
-        (["--attention_backend=flash_attn_9"], ["'flash_attn_9'", "flash_attn_3", "sdpa", "manual"]),
+        (["--attention_backend=flash_attn_9"], ["'flash_attn_9'", "flash_attn_4", "sdpa", "manual"]),
         (["--num_key_value_heads=3"], ["n_head=4", "num_key_value_heads=3"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",

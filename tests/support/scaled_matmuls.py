@@ -3,6 +3,7 @@ layout of the real one."""
 
 from ops.recipes import block_scaled
 from ops.recipes.block_scaled import numbers_and_factor
+from training.hardware import peaks
 from training.hardware.capability import lookup
 from training.optimization import low_precision
 from training.records import beginning
@@ -39,6 +40,7 @@ def failing(*arguments):
 
 def use(patch, stand_in):
     """patch(object, name, value): on a CPU, a run finds a B200 that multiplies so."""
-    for module in (low_precision, beginning):
+    for module in (low_precision, beginning, peaks):
         patch(module, "capability", lambda device: lookup((10, 0), "NVIDIA B200"))
+    patch(peaks, "_gpu_name", lambda device: "NVIDIA B200")
     patch(block_scaled, "scaled_mm", stand_in)

@@ -159,7 +159,7 @@ HOPPER_ONLY = "flash_attn_3: its kernels are for Hopper GPUs (compute capability
     ("compute", "dropout", "asked", "used", "reason"),
     [
         ((9, 0), 0.1, "flash_attn_3", "flash_attn_2", "flash_attn_3: it has no dropout"),
-        *(((x, y), 0.0, "flash_attn_3", "flash_attn_2", HOPPER_ONLY) for x, y in ((8, 0), (10, 0), (12, 0))),
+        *(((x, y), 0.0, "flash_attn_3", "flash_attn_2", HOPPER_ONLY) for x, y in ((8, 0), (8, 9))),
         (
             *((7, 5), 0.0, "flash_attn_2", "sdpa"),
             "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above",

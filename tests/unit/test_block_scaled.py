@@ -21,6 +21,7 @@ from ops.recipes.block_scaled_check import find_difference
 from ops.recipes.mxfp8 import mxfp8_operand
 from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.configuration.keys import TrainConfig
+from training.hardware.peaks import FORMATS
 from training.memory.estimate import estimate_memory
 from training.optimization import low_precision
 from training.optimization.low_precision import BLOCK_SCALED, LINEARS
@@ -186,8 +187,16 @@ def test_weights_are_quantized_where_they_are_and_an_evaluation_may_have_any_num
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_computes_like_tensor_cores_passes(multiplied_by, recipe, sides):
     multiplied_by(scaled_matmuls.exact)
-    for tokens in (64, 5000):
+    for tokens in (64, 5024):
         assert find_difference(BLOCK_SCALED[recipe], LINEARS[recipe], sides, tokens, KEY) is None
+
+
+@pytest.mark.parametrize(("tokens", "runs"), [(96, True), (80, False), (4128, True), (4112, False)])
+def test_tokens_that_nvfp4_can_only_emulate_fail_the_check(multiplied_by, tokens, runs):
+    """The emulation takes multiples of 16 tokens, torch's matmul of two codes a byte multiples of 32."""
+    multiplied_by(scaled_matmuls.exact)
+    found = find_difference(BLOCK_SCALED["nvfp4"], LINEARS["nvfp4"], (64, 32), tokens, KEY)
+    assert found == (None if runs else f"{tokens:,} tokens are no multiple of 32")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -251,6 +260,35 @@ def test_the_check_switches_nvfp4_on(trained, multiplied_by):
     record, _ = trained("native", low_precision="nvfp4")
     assert record["startup_info"]["low_precision"]["executed"] == "native nvfp4"
     assert losses(record)[-1] < losses(record)[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stand_in", "counted"),
+    [
+        ("mxfp8", scaled_matmuls.exact, {"fp8": 4500}),
+        ("nvfp4", scaled_matmuls.exact, {"fp4": 9000}),
+        ("mxfp8", scaled_matmuls.wrong_scale, {}),
+        ("nvfp4", scaled_matmuls.failing, {}),
+    ],
+)
+def test_a_run_counts_against_the_peak_of_its_format_if_the_check_switched_it_on(
+    trained, multiplied_by, recipe, stand_in, counted
+):
+    multiplied_by(stand_in)
+    record, log = trained("counted", low_precision=recipe)
+    hardware = record["startup_info"]["hardware"]
+    assert hardware["peak"]["tflops_per_gpu"] == 2250
+    stated = {
+        name: hardware[f"peak_{name}"]["tflops_per_gpu"] for name in FORMATS if f"peak_{name}" in hardware
+    }
+    assert stated == counted
+    for mfu in filter(None, (row["mfu"] for row in record["training_iterations"])):
+        for name in FORMATS:
+            percent = mfu.get(f"mfu_{name}_percent")
+            assert percent == (
+                pytest.approx(mfu["mfu_percent"] * 2250 / counted[name]) if name in counted else None
+            )
+    assert [name for name in FORMATS if f"Of the {name} peak" in log] == list(counted)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ EXPECTED = {
     (8, 0): (False, ("flash_attn_2",), True, False),
     (8, 6): (False, ("flash_attn_2",), True, False),
     (8, 9): (False, ("flash_attn_2",), True, True),
-    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, True),
-    (10, 0): (True, ("flash_attn_2",), True, True),
-    (10, 3): (True, ("flash_attn_2",), True, True),
-    (12, 0): (False, ("flash_attn_2",), True, True),
-    (12, 1): (False, ("flash_attn_2",), True, True),
+    (9, 0): (True, ("flash_attn_4", "flash_attn_3", "flash_attn_2"), True, True),
+    (10, 0): (True, ("flash_attn_4", "flash_attn_2"), True, True),
+    (10, 3): (True, ("flash_attn_4", "flash_attn_2"), True, True),
+    (12, 0): (False, ("flash_attn_4", "flash_attn_2"), True, True),
+    (12, 1): (False, ("flash_attn_4", "flash_attn_2"), True, True),
 }
 
 

@@ -134,6 +134,41 @@ def test_sparse_doubles_the_dense_peak_and_says_so(precision):
     assert "2:4 sparse" in sparse.source and "2:4" not in dense.source
 
 
+@pytest.mark.parametrize(
+    ("name", "dense", "sparse"),
+    [
+        ("NVIDIA B200", 9000, 18000),
+        ("NVIDIA GB200", 10000, 20000),
+        ("NVIDIA GB300", 15000, 20000),  # not twice dense
+        ("NVIDIA B300", None, None),  # its maker prints two figures
+        ("NVIDIA H200", None, None),
+    ],
+)
+def test_the_fp4_peak_is_the_makers_or_none_with_the_reason(name, dense, sparse):
+    found = [table_peak(name, "fp4", sparse=flag) for flag in (False, True)]
+    assert [peak.tflops for peak in found] == [dense, sparse] and found[1].sparse
+    assert all(bool(peak.reason) == (dense is None) for peak in found)
+    assert dense or "no fp4 peak for the" in found[0].reason
+
+
+def test_a_stated_or_measured_peak_is_not_that_of_fp4(looks_like):
+    looks_like((10, 0))
+    assert resolve_peak(1000.0, "NVIDIA B200", "fp4", False, "cuda").tflops == 9000
+    assert resolve_peak("measure", "NVIDIA B200", "fp4", False, "cuda").tflops == 9000
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [("none", {}), ("fp8_delayed", {"fp8": 4500}), ("mxfp8", {"fp8": 4500}), ("nvfp4", {"fp4": 9000})],
+)
+def test_a_run_has_the_peak_of_the_format_of_its_matmuls(monkeypatch, recipe, found):
+    (peak,) = peaks_of_ranks(monkeypatch, "NVIDIA B200", compute=(10, 0), low_precision=recipe)
+    assert {name: one.tflops for name, one in peak.of_formats.items()} == found
+    assert (peak.tflops, peak.without_formats().of_formats) == (2250, {})
+    (hopper,) = peaks_of_ranks(monkeypatch, H100, low_precision=recipe)
+    assert list(hopper.of_formats) == (["fp8"] if recipe == "fp8_delayed" else [])
+
+
 def test_a_stated_peak_is_taken_as_it_is():
     for stated, name, sparse in (
         (123.5, "NVIDIA L20", False),
@@ -232,7 +267,7 @@ def test_a_gpu_measures_below_its_table_peak_and_describes_itself():
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
-def peaks_of_ranks(monkeypatch, *names: str, **keys) -> list[Peak]:
+def peaks_of_ranks(monkeypatch, *names: str, compute=(9, 0), **keys) -> list[Peak]:
     """What agree_on_peak() gives to each rank of a run on these GPUs."""
     gathered = {}
 
@@ -241,7 +276,7 @@ def peaks_of_ranks(monkeypatch, *names: str, **keys) -> list[Peak]:
         return list(names) if isinstance(mine, str) else [gathered.get(Peak)]
 
     monkeypatch.setattr(hardware, "_gpu_name", lambda device: names[device.index])
-    monkeypatch.setattr(hardware, "capability", lambda device: lookup((9, 0), names[device.index]))
+    monkeypatch.setattr(hardware, "capability", lambda device: lookup(compute, names[device.index]))
     monkeypatch.setattr(hardware, "gather_objects", gather_objects)
     ranks = [World(rank, rank, len(names), torch.device("cuda", rank)) for rank in range(len(names))]
     return [agree_on_peak(TrainConfig(**keys), world) for world in ranks]

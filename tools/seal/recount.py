@@ -14,7 +14,7 @@ from common.text import shown
 from common.time_to_loss import describe_targets
 from model_config import ModelConfig
 from training.configuration.keys import KEYS, TrainConfig
-from training.hardware.peaks import table_peak
+from training.hardware.peaks import FORMATS, table_peak
 from training.process.work_timer import UNMEASURED_ITERS
 from training.records.utilization import FORMULAS, document_flops, summarize
 
@@ -109,7 +109,7 @@ def _row(record: dict[str, Any], row: dict[str, Any], is_first: bool) -> dict[st
         "tokens_per_sec_per_gpu": rate / hardware["num_gpus"],
         "mfu": None,
     }
-    most = _peak_flops(hardware, "peak_fp8") or peak
+    most = next(filter(None, (_peak_flops(hardware, f"peak_{name}") for name in FORMATS)), peak)
     if is_first or peak is None or most is None or rate * flops["flops_per_token"] > most:
         return made
     causal = flops["flops_per_token_causal"]

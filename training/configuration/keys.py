@@ -133,7 +133,7 @@ class TrainConfig:
     qk_norm: bool | None = key(None, "RMSNorm on each query and key head")
 
     # --- attention ---
-    attention_backend: Literal["flash_attn_3", "flash_attn_2", "sdpa", "manual"] = key(
+    attention_backend: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "manual"] = key(
         "sdpa", "kernel of attention; if it cannot run here, the next one in this list does"
     )
 

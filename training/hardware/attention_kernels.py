@@ -1,7 +1,8 @@
 """Chooses the attention kernel that runs on this device.
 
-What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one line says what was
-asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
+What was asked for falls back along flash_attn_4 -> flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one
+line says what was asked, what runs, and why. With doc_masking, kernels that take a mask run instead. Where
+flash_attn_3 was asked for and has no kernels, on Blackwell, flash_attn_4 comes next.
 
 The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
 global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
@@ -21,16 +22,17 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from common.errors import UserError
 from model_config import ModelConfig
+from ops import flash_attn_4
 from ops.documents import Documents, dense_mask
 from ops.ranges import ranged
-from training.hardware.capability import CUDNN, TORCH, capability
+from training.hardware.capability import CUDNN, FA3, FA4, TORCH, capability
 
-CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
+CHAIN = (FA4, FA3, "flash_attn_2", "sdpa", "manual")
 HALF = (torch.float16, torch.bfloat16)
 
-FLASH_MAX_HEAD_DIM = 256  # flash-attn 2 and 3
+FLASH_MAX_HEAD_DIM = 256  # of flash-attn; 4 has fewer widths on Blackwell, and says so itself in the probe
 CUDNN_MAX_HEAD_DIM = 128
-PROBE_TOKENS = 256  # enough for every kernel's tile
+PROBE_TOKENS = 512  # more than one tile of every kernel: flash-attn 4 has another kernel for one
 # of 1 + |output|: outputs are of about unit size, those of a document's first tokens up to 5, where one bit
 # of bf16 is 0.03; a document too many changes them by 1
 PROBE_TOLERANCE = 0.03
@@ -81,7 +83,7 @@ def choose_attention(
     last = ("matmul, softmax, matmul", manual, *([dense_mask] if documents else []))
     backends = {**(DOCUMENT_BACKENDS if documents else BACKENDS), "manual": lambda *_: [last]}
     reasons = []
-    for name in CHAIN[CHAIN.index(asked) :]:
+    for name in _order(asked, device):
         try:
             candidates = backends[name](config, dtype, device)
         except Unavailable as error:
@@ -91,6 +93,8 @@ def choose_attention(
             if repeats and name.startswith("flash_attn"):  # else it adds queries' gradients in any order
                 attend = functools.partial(attend, deterministic=True)
             failure = _probe(attend, config, dtype, device, manual, repeats, *mask)
+            if failure is None and name == FA4:
+                failure = _difference(attend, manual, _probe_inputs(PROBE_TOKENS, config, dtype, device))
             if failure is None and repeats and name == "manual" != asked:
                 break
             if failure is None:
@@ -106,16 +110,38 @@ def choose_attention(
     raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")
 
 
-def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, mask=None) -> str | None:
-    """Runs one forward and backward with the model's own head counts, and with v a part of qkv, as
-    ops/heads.py hands it over; None, or what went wrong."""
-    T, D, heads = config.block_size, config.head_dim, (config.n_head, config.n_kv_head)
-    T = T if repeats else min(PROBE_TOKENS, T)  # only many tiles are added in a varying order
+def _order(asked: str, device: torch.device) -> tuple[str, ...]:
+    names, here = CHAIN[CHAIN.index(asked) :], capability(device).flash_attn
+    return (FA3, FA4, *names[1:]) if asked == FA3 and FA3 not in here and FA4 in here else names
+
+
+def _probe_inputs(T: int, config: ModelConfig, dtype, device) -> list[torch.Tensor]:
+    """q, k and v of a window with the model's heads; v is a part of qkv, as ops/heads.py hands it over."""
+    T, heads = min(T, config.block_size), (config.n_head, config.n_kv_head, config.n_kv_head)
     # the same numbers at every start and on every rank, so that all make the same choice
     generator = torch.Generator(device).manual_seed(0)
-    qkv = torch.randn(1, T, sum(heads) + config.n_kv_head, D, generator=generator, device=device).to(dtype)
-    q, k, v = qkv.split((*heads, config.n_kv_head), dim=2)
-    q, k, v = (t.requires_grad_() for t in (q.contiguous(), k.contiguous(), v))
+    qkv = torch.randn(1, T, sum(heads), config.head_dim, generator=generator, device=device).to(dtype)
+    q, k, v = qkv.split(heads, dim=2)
+    return [t.requires_grad_() for t in (q.contiguous(), k.contiguous(), v)]
+
+
+def _difference(attend, manual, qkv: list[torch.Tensor]) -> str | None:
+    """How the output or a gradient is not that of manual attention, as norm of the difference / norm."""
+    found, expected = (
+        [y.detach(), *torch.autograd.grad(y.sum(), qkv)] for y in (attend(*qkv), manual(*qkv, 0.0))
+    )
+    for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        error = float((one.float() - other.float()).norm() / other.float().norm())
+        if not error < PROBE_TOLERANCE:
+            return f"its {name} differs from that of manual attention by {100 * error:.3g} %"
+    return None
+
+
+def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, mask=None) -> str | None:
+    """Runs one forward and backward; None, or what went wrong."""
+    # only many tiles are added in a varying order
+    q, k, v = _probe_inputs(config.block_size if repeats else PROBE_TOKENS, config, dtype, device)
+    T = q.shape[1]
     numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
     try:
         y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))
@@ -136,6 +162,22 @@ def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, ma
 
 
 # --- backends: each returns [(kernel name, attend)], best first, or raises Unavailable ---
+
+
+def _flash_attn_4(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Hopper's and Blackwell's kernels, compiled at the start of a run. ops/flash_attn_4.py."""
+    gpus = "Hopper and Blackwell GPUs (compute capability 9.0, 10.x and 12.x)"
+    _need("flash-attn 4", FA4, gpus, config, dtype, device)
+    if config.dropout > 0:
+        raise Unavailable("it has no dropout")
+    _import_function(flash_attn_4.PACKAGE, file := "requirements-quack.txt")
+    if missing := flash_attn_4.missing_argument():
+        raise Unavailable(f"this release has no {missing}; install that of {file}")
+
+    def attend(q, k, v, dropout_p=0.0, deterministic=False):
+        return flash_attn_4.flash_attn_4(q, k, v, deterministic)[0]
+
+    return [("flash-attn 4", attend)]
 
 
 def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
@@ -165,13 +207,16 @@ def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     return [("flash-attn 2", attend)]
 
 
-def _import_function(package: str) -> Callable:
+def _import_function(package: str, file: str = "requirements-gpu.txt") -> Callable:
     try:
-        return importlib.import_module(package).flash_attn_func
+        module = importlib.import_module(package)
+        if getattr(module, "__file__", "") is None:  # flash-attn 4 alone: a folder without flash-attn 2
+            raise ModuleNotFoundError(name=package)
+        return module.flash_attn_func
     except Exception as error:  # built for another torch, it can fail in any way; the user is told which
-        why = f"cannot be imported: {_first_line(error)}"
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            why = "is not installed (requirements-gpu.txt)"
+        why = f"cannot be imported ({file}): {_first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and f"{package}.".startswith(f"{error.name}."):
+            why = f"is not installed ({file})"
         raise Unavailable(f"{package} {why}") from None
 
 
@@ -270,5 +315,5 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-BACKENDS = {"flash_attn_3": _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
-DOCUMENT_BACKENDS = {"flash_attn_3": _no_documents, "flash_attn_2": _no_documents, "sdpa": _masked_sdpa}
+BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
+DOCUMENT_BACKENDS = {**dict.fromkeys(BACKENDS, _no_documents), "sdpa": _masked_sdpa}

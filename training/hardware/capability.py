@@ -15,7 +15,7 @@ from common.errors import UserError
 from ops.recipes.properties import ONE_SCALE
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
-FA2, FA3 = "flash_attn_2", "flash_attn_3"
+FA2, FA3, FA4 = "flash_attn_2", "flash_attn_3", "flash_attn_4"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Capability:
 #   GPUs               developer.nvidia.com/cuda-gpus
 #   sdpa               torch, too, prefers cuDNN on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention)
 #   flash_attn         3: its README (H100, H800). 2: setup.py of 2.8.3 builds for 8.0, 9.0, 10.0 and 12.0; a
-#                      build runs on later minor numbers. The probe in attention_kernels.py decides
+#                      build runs on later minor numbers. 4: interface.py of 4.0.0b36, whose backward has 9.x,
+#                      10.x, 11.x and 12.x. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
 #   block_scaled       torch.nn.functional.scaled_mm, whose kernels for these formats are cuBLAS's, for 10.x
 #   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
@@ -44,16 +45,17 @@ class Capability:
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 AMPERE = Capability((TORCH,), (FA2,), bf16=True, fp8=False)
 ADA = Capability((TORCH,), (FA2,), bf16=True, fp8=True)
-BLACKWELL = Capability((CUDNN, TORCH), (FA2,), bf16=True, fp8=True, block_scaled=True)
+RTX = replace(ADA, flash_attn=(FA4, FA2))
+BLACKWELL = Capability((CUDNN, TORCH), (FA4, FA2), bf16=True, fp8=True, block_scaled=True)
 TABLE = {
     (8, 0): AMPERE,  # A100
     (8, 6): AMPERE,  # A6000, RTX 30
     (8, 9): ADA,  # L40S, RTX 4090
-    (9, 0): Capability((CUDNN, TORCH), (FA3, FA2), bf16=True, fp8=True, quack=True),  # H100, H200
+    (9, 0): Capability((CUDNN, TORCH), (FA4, FA3, FA2), bf16=True, fp8=True, quack=True),  # H100, H200
     (10, 0): BLACKWELL,  # B200, GB200
     (10, 3): BLACKWELL,  # B300, GB300
-    (12, 0): ADA,  # RTX 5090, RTX PRO Blackwell
-    (12, 1): ADA,  # GB10
+    (12, 0): RTX,  # RTX 5090, RTX PRO Blackwell
+    (12, 1): RTX,  # GB10
 }
 OLDER = Capability((TORCH,), (), bf16=False, fp8=False)  # before Ampere: V100, T4
 NEWER = ADA  # a major number that is not in the table: what torch promises, and FA2 if its probe succeeds

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
+from training.hardware.capability import CHECKED, FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
 from training.process.world import World, gather_objects
 
-PRECISIONS = ("bfloat16", "float16", "float32", "fp8")
+FORMATS = ("fp8", "fp4")  # of matmuls, apart from the training dtype
+PRECISIONS = ("bfloat16", "float16", "float32", *FORMATS)
 CUDA_GEMM = 8192  # a 16-bit operand is 134 MB, more than the L2 of any GPU below
 CUDA_WARMUP, CUDA_REPEATS = 50, 20  # the warm-up is long enough for an idle GPU to raise its clock
 CPU_GEMM = 1024
@@ -35,11 +36,21 @@ class Peak:
     reason: str | None = None
     sparse: bool = False
     measured: bool = False
-    fp8: Peak | None = None  # the fp8 peak, for a run whose matmuls are fp8
+    fp8: Peak | None = None  # the fp8 peak, for a run whose matmuls are fp8, or mxfp8
+    fp4: Peak | None = None  # the same for nvfp4
 
     @property
     def flops(self) -> float | None:
         return None if self.tflops is None else self.tflops * 1e12
+
+    @property
+    def of_formats(self) -> dict[str, Peak]:
+        """The fp8 or the fp4 peak, if the run's matmuls have one, by name."""
+        return {name: peak for name in FORMATS if (peak := getattr(self, name))}
+
+    def without_formats(self) -> Peak:
+        """For a run whose matmuls are not native after all."""
+        return replace(self, fp8=None, fp4=None)
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,9 @@ class Gpu:
     source: str  # what the sheet prints for bf16 and fp8, in TFLOPS; dense is half of sparse
 
 
+# Dense and 2:4 sparse TFLOPS of fp4: pages of the HGX B200, GB200 NVL72 and GB300 NVL72. NVIDIA's figures for
+# eight B300s disagree, 105,000 or 108,000 dense, so that the B300 has none here.
+FP4 = {"B200": (9000, 18000), "GB200": (10000, 20000), "GB300": (15000, 20000)}
 PRO, PRO_SHEET = "RTX PRO 6000 Blackwell", "RTX Blackwell PRO whitepaper"
 # Checked in November 2026 against public pages that quote the NVIDIA documents, not against the PDFs.
 # NVIDIA rounds: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
@@ -105,7 +119,7 @@ def table_peak(
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} has no peak; use one of {', '.join(PRECISIONS)}")
     fix = "time a GEMM with --peak_tflops=measure"
-    if precision != "fp8":  # see resolve_peak: a stated number is never the fp8 peak
+    if precision not in FORMATS:  # see resolve_peak: a stated number is never the peak of a format
         fix = f"state its dense {precision.replace('bfloat', 'bf')} TFLOPS with --peak_tflops=..., or {fix}"
     gpu = find_gpu(gpu_name)
     if gpu is None:
@@ -118,6 +132,10 @@ def table_peak(
     if gpu.bf16 is None:
         missing = f"the table has no {precision} peak for the {gpu.name} ({gpu.source})"
         return Peak(None, "none", f"{missing}; {fix}", sparse)
+    if precision == "fp4":
+        if gpu.name not in FP4:
+            return Peak(None, "none", f"the table has no fp4 peak for the {gpu.name}", sparse)
+        return Peak(float(FP4[gpu.name][sparse]), f"{gpu.name}, fp4 (its page)", sparse=sparse)
     tflops = gpu.fp8 if precision == "fp8" else gpu.bf16
     if tflops is None:
         return Peak(None, "none", f"the {gpu.name} has no fp8 tensor cores; train it in bfloat16", sparse)
@@ -130,12 +148,12 @@ def resolve_peak(
 ) -> Peak:
     """The peak that the settings ask for; gpu_name is None on a CPU.
 
-    A stated number is used as it is, also with sparse=True. It is the rate of the training dtype, so the fp8
-    peak still comes from the table.
+    A stated number is used as it is, also with sparse=True. It is the rate of the training dtype, so the peak
+    of fp8 or fp4 still comes from the table. fp4 is not measured.
     """
-    if peak_tflops == "measure":
+    if peak_tflops == "measure" and precision != "fp4":
         return measure_peak(precision, device)
-    if peak_tflops is not None and precision != "fp8":
+    if peak_tflops is not None and precision not in FORMATS:
         return Peak(float(peak_tflops), "stated by peak_tflops", sparse=sparse)
     if gpu_name is None:
         fix = "state its TFLOPS with --peak_tflops=..., or time a GEMM with --peak_tflops=measure"
@@ -214,13 +232,13 @@ def _gpu_name(device: torch.device) -> str | None:
 
 
 def _find_peak(config: TrainConfig, device: torch.device) -> Peak:
-    name = _gpu_name(device)
-    native = config.low_precision != "none" and (
-        low_precision_support(config.low_precision, capability(device)) == NATIVE
-    )
-    precisions = [config.dtype, "fp8"] if native else [config.dtype]
-    peak, *fp8 = (
-        resolve_peak(config.peak_tflops, name, precision, config.use_sparse_specs, device)
-        for precision in precisions
-    )
-    return replace(peak, fp8=fp8[0]) if fp8 else peak
+    """With that of fp8 or fp4 where matmuls are native; Peak.without_formats(), if the check then fails."""
+    recipe, stated, sparse = config.low_precision, config.peak_tflops, config.use_sparse_specs
+
+    def resolve(precision: str) -> Peak:
+        return resolve_peak(stated, _gpu_name(device), precision, sparse, device)
+
+    peak = resolve(config.dtype)
+    if recipe == "none" or low_precision_support(recipe, capability(device)) not in (NATIVE, CHECKED):
+        return peak
+    return replace(peak, fp4=resolve("fp4")) if recipe == "nvfp4" else replace(peak, fp8=resolve("fp8"))

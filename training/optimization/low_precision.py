@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -184,9 +185,7 @@ def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
     return text + (f" ({executed})" if executed else "")
 
 
-def describe_low_precision(
-    model: nn.Module, config: TrainConfig, state: LowPrecisionState
-) -> dict[str, object]:
+def describe_low_precision(model: nn.Module, config: TrainConfig, state: LowPrecisionState) -> dict[str, Any]:
     """For the start-up report and the record: the recipe, what computes it, in how many layers; and for fp8,
     what adds its weight gradients to their sums. The first call on a GPU compares a small product and waits
     for it (ops/cublaslt.py)."""
@@ -197,7 +196,7 @@ def describe_low_precision(
     executed = executed_as(config, device, state)
     native = executed.startswith("native")
     support = low_precision_support(config.low_precision, capability(device))
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
         "low_precision": {
             "recipe": config.low_precision,
             "scope": config.low_precision_scope,

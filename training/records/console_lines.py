@@ -39,8 +39,9 @@ def _mfu_lines(row: dict, known_reason: bool) -> list[str]:
     sparse = " (2:4 sparse)" if mfu["sparse_mode"] else ""
     parts = [f"Achieved: {units.flops(mfu['flops_achieved'])}"]
     parts.append(f"Peak: {units.flops(mfu['hardware_peak_flops'])}{sparse}")
-    if fp8 := mfu.get("mfu_fp8_percent"):
-        parts.append(f"Of the fp8 peak: {fp8:.2f}%")
+    for form in ("fp8", "fp4"):
+        if percent := mfu.get(f"mfu_{form}_percent"):
+            parts.append(f"Of the {form} peak: {percent:.2f}%")
     if "document_length_per_token" in mfu:
         parts.append(f"Causal, by document: {mfu['mfu_causal_percent']:.2f}%")
     if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]):

@@ -11,6 +11,7 @@ from common import units
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
+from training.hardware.peaks import FORMATS
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
@@ -237,7 +238,7 @@ def _dataloader(config: TrainConfig) -> str:
 def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
     memory = f" ({hardware['gpu_memory_gb']:.1f} GiB)" if hardware.get("gpu_memory_gb") else ""
-    peaks = {"Peak per GPU": "peak", "  fp8": "peak_fp8"}
+    peaks = {"Peak per GPU": "peak", **{f"  {name}": f"peak_{name}" for name in FORMATS}}
     estimate = info["estimated_memory_gb"]
     return [
         ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),

@@ -64,7 +64,7 @@ def startup_info(
             "precision": config.dtype,
             "parallelism": strategy_name(config, world_size),
             "peak": _describe_peak(peak),
-            **({"peak_fp8": _describe_peak(peak.fp8)} if peak.fp8 else {}),
+            **{f"peak_{name}": _describe_peak(one) for name, one in peak.of_formats.items()},
         },
         "software": {name: machine[name] for name in SOFTWARE} | versions(config),
         "git": git_state(),

@@ -63,7 +63,7 @@ def utilization(
     hardware_peak = peak.flops * num_gpus
     mfu = achieved / hardware_peak
     hfu = None if recomputed is None else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak)
-    most = peak.fp8 if peak.fp8 and peak.fp8.flops else peak
+    most = next((one for one in peak.of_formats.values() if one.flops), peak)
     limit = (most.flops or peak.flops) * num_gpus
     if achieved > limit:
         raise ValueError(
@@ -86,7 +86,7 @@ def utilization(
         "hardware_peak_flops": hardware_peak,
         "hardware_peak_tflops": hardware_peak / 1e12,
         "num_gpus": num_gpus,
-        **(_fp8_utilization(achieved, mfu, peak.fp8, num_gpus) if peak.fp8 else {}),
+        **_utilization_of_formats(achieved, mfu, peak, num_gpus),
         "sparse_mode": peak.sparse,
         "attention_flops_per_layer": flops["attention_flops_per_layer"],
         "ffn_flops_per_layer": flops["ffn_flops_per_layer"],
@@ -96,15 +96,16 @@ def utilization(
     }
 
 
-def _fp8_utilization(achieved: float, mfu: float, fp8: Peak, num_gpus: int) -> dict:
-    """The MFU of an fp8 run against both peaks, each under its own name. mfu itself uses the bf16 peak, so
-    that it can be compared with runs in bf16."""
-    peak = fp8.flops and fp8.flops * num_gpus
-    return {
-        "mfu_bf16_percent": 100 * mfu,
-        "mfu_fp8_percent": peak and 100 * achieved / peak,
-        "hardware_peak_fp8_tflops": peak and peak / 1e12,
-    }
+def _utilization_of_formats(achieved: float, mfu: float, peak: Peak, num_gpus: int) -> dict:
+    """The MFU of an fp8 or fp4 run against both peaks, each under its own name. mfu itself uses the bf16
+    peak, so that it can be compared with runs in bf16."""
+    found: dict[str, float | None] = {}
+    for name, one in peak.of_formats.items():
+        flops = one.flops and one.flops * num_gpus
+        found["mfu_bf16_percent"] = 100 * mfu
+        found[f"mfu_{name}_percent"] = flops and 100 * achieved / flops
+        found[f"hardware_peak_{name}_tflops"] = flops and flops / 1e12
+    return found
 
 
 def audit_flops(meta_model: torch.nn.Module, flops: dict, seq_len: int, exact: bool) -> dict:

@@ -1,0 +1,238 @@
+"""attention_backend="flash_attn_4": its operator, when it is chosen and why not. A stand-in computes."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import fake_flash_attn_4
+from support.attention_cases import CPU, assert_agrees, choose, forward_and_gradients, inputs, shape
+from torch.utils.checkpoint import CheckpointPolicy
+
+from model import manual_attention
+from model_builder import build_model
+from ops import recompute
+from ops.flash_attn_4 import flash_attn_4
+from training.hardware import attention_kernels as attention
+from training.hardware.attention_kernels import CHAIN, choose_attention
+from training.hardware.capability import lookup
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(9, 0): this machine looks like such a GPU, with no flash-attn installed."""
+
+    def looks_like(*compute):
+        monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
+        monkeypatch.setattr(attention, "capability", lambda _: lookup(compute, "a GPU"))
+        for name in ("flash_attn", "flash_attn_interface"):
+            monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
+
+    return looks_like
+
+
+@pytest.mark.parametrize("kv", [None, 2])
+def test_it_computes_attention_and_its_gradients_also_of_strided_values(gpu, monkeypatch, kv):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    choice = choose("flash_attn_4", shape(kv))
+    assert (choice.used, choice.kernel, choice.reason) == ("flash_attn_4", "flash-attn 4", "")
+    assert_agrees(choice.attend, shape(kv), torch.float32, 1e-5)
+
+
+def test_compiled_code_is_one_graph_with_the_same_results(gpu, monkeypatch):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    attend, (qkv, above) = choose("flash_attn_4", shape(2)).attend, inputs(shape(2))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    made = [forward_and_gradients(function, qkv, above) for function in (attend, compiled)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*made, strict=True))
+    torch.library.opcheck(flash_attn_4, tuple(qkv))  # shapes and strides are those that it announces
+
+
+def test_a_checkpoint_that_keeps_products_keeps_its_result():
+    for name in ("flash_attn_4_forward", "flash_attn_4_backward"):
+        operation = getattr(torch.ops.nanomfu, name).default
+        assert recompute._policy(None, operation) == CheckpointPolicy.MUST_SAVE
+
+
+def test_it_is_the_first_of_the_chain_and_no_default():
+    assert CHAIN == ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "manual")
+
+
+@pytest.mark.parametrize(
+    ("compute", "runs"),
+    [((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((10, 3), 1), ((12, 0), 1), ((12, 1), 1)],
+)
+def test_it_runs_on_hopper_and_blackwell_and_nowhere_else(gpu, monkeypatch, compute, runs):
+    gpu(*compute)
+    fake_flash_attn_4.install(monkeypatch)
+    choice = choose("flash_attn_4", shape())
+    assert choice.used == ("flash_attn_4" if runs else "sdpa")
+    line = (
+        "flash_attn_4: its kernels are for Hopper and Blackwell GPUs (compute capability 9.0, 10.x and 12.x)"
+    )
+    assert (line in choice.reason) != runs
+
+
+def test_a_missing_package_is_named_with_its_file_and_the_chain_goes_on(gpu):
+    gpu(9, 0)
+    choice = choose("flash_attn_4", shape())
+    assert choice.used == "sdpa"
+    reasons = choice.reason.split("; ")
+    assert reasons[0] == "flash_attn_4: flash_attn.cute.interface is not installed (requirements-quack.txt)"
+    assert [reason.partition(":")[0] for reason in reasons[1:3]] == ["flash_attn_3", "flash_attn_2"]
+
+
+def test_flash_attn_4_alone_is_not_taken_for_a_broken_flash_attn_2(gpu, monkeypatch, tmp_path):
+    gpu(9, 0)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import a_package_that_is_missing")
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    monkeypatch.syspath_prepend(tmp_path)
+    choice = choose("flash_attn_4", shape())
+    missing = "(requirements-quack.txt): No module named 'a_package_that_is_missing'"
+    assert f"flash_attn.cute.interface cannot be imported {missing}" in choice.reason
+    assert "flash_attn_2: flash_attn is not installed (requirements-gpu.txt)" in choice.reason
+
+
+def refuses(q, k, v, causal=False, return_lse=False):
+    assert q.shape[-1] <= 128, f"({q.shape[-1]}, {v.shape[-1]}) is not supported on SM100/SM110"
+    return fake_flash_attn_4.flash_attn_func(q, k, v, causal=True, return_lse=True)
+
+
+def test_a_head_width_that_it_refuses_falls_back_with_its_own_words(gpu, monkeypatch):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch, refuses)
+    assert choose("flash_attn_4", shape(head_dim=128)).used == "flash_attn_4"
+    choice = choose("flash_attn_4", shape(head_dim=192))
+    assert choice.used == "sdpa"
+    refused = "flash_attn_4 [flash-attn 4] failed: (192, 192) is not supported on SM100/SM110; "
+    assert choice.reason.startswith(refused)
+    said = choose("flash_attn_4", shape(head_dim=264)).reason
+    assert "flash-attn 4 has heads of at most 256, head_dim is 264" in said
+
+
+def before_4(q, k, v, softmax_scale=None, causal=False):
+    raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize(
+    ("forward", "internals", "missing"),
+    [
+        (before_4, {}, "flash_attn_func(return_lse=...)"),
+        (fake_flash_attn_4.flash_attn_func, {"another": None}, "_flash_attn_bwd(deterministic=...)"),
+        (
+            fake_flash_attn_4.flash_attn_func,
+            {"_flash_attn_bwd": before_4},
+            "_flash_attn_bwd(deterministic=...)",
+        ),
+    ],
+)
+def test_another_release_falls_back_and_one_line_says_which_to_install(
+    gpu, monkeypatch, forward, internals, missing
+):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch, forward, **internals)
+    choice = choose("flash_attn_4", shape())
+    hint = f"flash_attn_4: this release has no {missing}; install that of requirements-quack.txt"
+    assert choice.used == "sdpa" and choice.reason.split("; flash_attn_3")[0] == hint
+
+
+def backward_with(scale):
+    """That of the stand-in, but dq is so many times as large."""
+
+    def backward(q, k, v, out, dout, lse, causal=False, deterministic=False, dq=None, dk=None, dv=None):
+        fake_flash_attn_4._flash_attn_bwd(q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv)
+        dq.mul_(scale)
+
+    return backward
+
+
+def not_causal(q, k, v, causal=False, return_lse=False):
+    y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
+    return y.transpose(1, 2).contiguous(), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("forward", "scale", "wrong"),
+    [
+        (fake_flash_attn_4.flash_attn_func, 1.01, None),
+        (fake_flash_attn_4.flash_attn_func, 1.1, "dq"),
+        (not_causal, 1.0, "output"),
+    ],
+)
+def test_wrong_numbers_of_the_forward_or_a_gradient_are_found_at_the_start(
+    gpu, monkeypatch, forward, scale, wrong
+):
+    runs = wrong is None
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch, forward, _flash_attn_bwd=backward_with(scale))
+    choice = choose("flash_attn_4", shape(2))
+    assert (choice.used == "flash_attn_4") == runs
+    assert (f"[flash-attn 4] failed: its {wrong} differs from that of manual" in choice.reason) != runs
+
+
+def test_the_check_has_more_than_one_tile_of_queries(gpu, monkeypatch):
+    gpu(10, 0)
+    lengths = []
+
+    def noting(q, k, v, causal=False, return_lse=False):
+        lengths.append(q.shape[1])
+        return fake_flash_attn_4.flash_attn_func(q, k, v, causal=causal, return_lse=return_lse)
+
+    fake_flash_attn_4.install(monkeypatch, noting)
+    assert choose("flash_attn_4", shape(T=1024)).used == "flash_attn_4" and set(lengths) == {512}
+
+
+@pytest.mark.parametrize("compute", [(10, 0), (10, 3), (12, 0)])
+def test_it_takes_the_place_of_flash_attn_3_where_that_has_no_kernels(gpu, monkeypatch, compute):
+    gpu(*compute)
+    fake_flash_attn_4.install(monkeypatch)
+    choice = choose("flash_attn_3", shape())
+    assert (choice.asked, choice.used) == ("flash_attn_3", "flash_attn_4")
+    assert choice.reason == "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
+    for other in ((8, 0), (9, 0)):
+        gpu(*other)
+        assert choose("flash_attn_3", shape()).used == "sdpa"
+
+
+@pytest.mark.parametrize("level", ["memory_bound", "attention"])
+def test_a_block_that_is_recomputed_has_the_same_gradients(gpu, monkeypatch, level):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    config, made = shape(2, n_layer=2), []
+    for recomputed in (False, True):
+        model = build_model(config, choose("flash_attn_4", config).attend).init_weights("cpu", seed=0).train()
+        for block in model.blocks if recomputed else ():
+            recompute.recompute(block, level)
+        ids = torch.arange(64).view(2, 32) % 97
+        model(ids, ids.roll(1, 1)).backward()
+        made.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(plain, again) for plain, again in zip(*made, strict=True))
+
+
+def test_it_has_no_dropout_and_keeps_no_documents_apart(gpu, monkeypatch):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    assert choose("flash_attn_4", shape(dropout=0.1)).reason.startswith("flash_attn_4: it has no dropout")
+    masked = choose_attention("flash_attn_4", shape(), torch.float32, CPU, manual_attention, documents=True)
+    assert masked.used == "sdpa" and masked.reason.startswith("flash_attn_4: doc_masking is not wired")
+
+
+def test_a_run_whose_bits_are_to_repeat_gets_the_deterministic_backward(gpu, monkeypatch):
+    gpu(10, 0)
+    asked = []
+
+    def noting(*tensors, deterministic=False, causal=False, dq=None, dk=None, dv=None):
+        asked.append(deterministic)
+        fake_flash_attn_4._flash_attn_bwd(*tensors, causal, deterministic, dq, dk, dv)
+
+    fake_flash_attn_4.install(monkeypatch, _flash_attn_bwd=noting)
+    for repeats in (False, True):
+        asked.clear()
+        choice = choose_attention(
+            "flash_attn_4", shape(2), torch.float32, CPU, manual_attention, repeats=repeats
+        )
+        forward_and_gradients(choice.attend, *inputs(shape(2)))
+        assert choice.used == "flash_attn_4" and set(asked) == {repeats}
