@@ -178,7 +178,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies = AnomalyPolicy(config, world, logger.record, logger.start)
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
     facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
-    saver = Saver(config, state, facts, logger.start, host_memory(config, world.size))
+    host_bytes = host_memory(config, world.size)
+    saver = Saver(config, state, facts, logger.start, host_bytes, watchdog.consensus.group)
     if captures_cuda_graphs(config):
         step = GraphedStep(step, state, CudaGraphs(), logger.clock.paused, logger.start)
         logger.info["cuda_graphs"] = step.choice

@@ -30,7 +30,7 @@ from training.process.console import start_logging
 from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
-from training.process.world import World, gather_objects
+from training.process.world import World, from_rank_0
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
 from training.records.follower import Follower
 
@@ -54,7 +54,7 @@ def new_record_path(config: TrainConfig) -> Path:
 def open_log(config: TrainConfig, world: World) -> Path:
     """The path of this run's record, the same on all ranks. Also opens the log beside it, which rank 0
     writes. All ranks."""
-    path = gather_objects(new_record_path(config) if world.is_main else None, world)[0]
+    path = from_rank_0(new_record_path(config) if world.is_main else None, world)
     start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
     return path
 
