@@ -183,7 +183,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies.second_look = eager.second_look
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
     facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
-    saver = Saver(config, state, facts, logger.start, host_memory(config, world.size))
+    host_bytes = host_memory(config, world.size)
+    saver = Saver(config, state, facts, logger.start, host_bytes, watchdog.consensus.group)
     step: Step = eager
     if captures_cuda_graphs(config):
         step = GraphedStep(eager, state, CudaGraphs(), logger.clock.paused, logger.start)

@@ -36,9 +36,9 @@ def parse_object(content: bytes, unique: bool = False) -> dict[str, Any]:
     for _ in range(MAX_DEPTH):
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level = [item for item in inside if isinstance(item, (dict, list))]
-    if level:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-    return value
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

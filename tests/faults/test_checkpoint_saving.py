@@ -36,10 +36,7 @@ from support.helpers import (
 
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
-from training.checkpoints import staging
 from training.checkpoints.folder import complete_checkpoints
-from training.checkpoints.staging import plan_parts
-from training.checkpoints.tensor_files import Part
 from training.checkpoints.train_state import Progress
 from training.checkpoints.verification import damage
 from training.faults.watchdog import Watchdog
@@ -145,16 +142,6 @@ def test_ranks_share_the_writing_of_what_all_of_them_have(config, root):
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.json", *tensors]
     assert damage(folder) == []
     assert equal(copies(savers[0].state), checkpoint_tensors(folder))
-
-
-def test_what_several_ranks_hold_is_written_once_and_divided_by_size(monkeypatch):
-    sizes = {"a": 8, "b": 1, "c": 5, "d": 3, "e": 7}
-    shared = [Part(name, (0,), (size,), torch.float32) for name, size in sizes.items()]
-    own, empty = Part("rng.1.cpu", (0,), (20,), torch.uint8), Part("f", (9, 0), (0, 4), torch.float32)
-    monkeypatch.setattr(staging, "gather_objects", lambda mine, world: [[*shared, empty], [*shared, own]])
-    first, second = plan_parts([], replace(ALONE, size=2))
-    assert sorted(part.name for part in (*first, *second)) == [*sizes, own.name] and own in second
-    assert sum(part.bytes for part in first) == 56 and sum(part.bytes for part in second) == 60
 
 
 def test_a_large_part_is_divided_into_files_of_one_size(config, monkeypatch):

@@ -199,9 +199,19 @@ def test_same_data_elsewhere_or_with_less_written_about_it_is_the_same(folder, t
 
 def test_machines_with_different_copies_are_found(folder, monkeypatch):
     saved = fingerprint_of(folder)
-    other = {**saved, "eot_id": 5, "sha256": "f"}
-    everyone = [{**saved, "eot_id": 4}, None, other]
-    monkeypatch.setattr(fingerprint, "gather_objects", lambda mine, world: everyone)
+    monkeypatch.setattr(fingerprint, "run_fingerprint", lambda sources: {**saved, "eot_id": 5})
+    monkeypatch.setattr(fingerprint, "from_rank_0", lambda mine, world: {**saved, "eot_id": 4})
+    monkeypatch.setattr(fingerprint, "gather_objects", lambda mine, world: [[], None, mine])
     sources = open_sources(config(folder), scan=True)
     with pytest.raises(UserError, match="that of rank 2 has eot_id 5 instead of 4"):
         agree_on_data(sources, World(2, 0, 4, torch.device("cpu"), 2))
+
+
+def test_machines_with_equal_copies_exchange_no_list_but_rank_0_s(folder, monkeypatch):
+    saved, sources = fingerprint_of(folder), open_sources(config(folder), scan=True)
+    monkeypatch.setattr(fingerprint, "from_rank_0", lambda mine, world: saved)
+    monkeypatch.setattr(fingerprint, "gather_objects", lambda mine, world: sent.append(mine) or [mine])
+    for local_rank, expected in ((0, []), (1, None)):
+        sent = []
+        assert agree_on_data(sources, World(2, local_rank, 4, torch.device("cpu"), 2)) == saved
+        assert sent == [expected]

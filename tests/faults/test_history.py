@@ -148,7 +148,7 @@ def test_restart_by_torchrun_before_the_first_checkpoint_is_an_attempt_too(attem
     first = attempt(1, launch={"id": "job-7", "restarts": 0})
     add_rows(first, 0, 3)
     second = attempt(2, launch={"id": "job-7", "restarts": 1})
-    assert second.attempt == 2 and second.content["training_iterations"] == []
+    assert second.attempt == 2 and list(second.content["training_iterations"]) == []
     assert iterations(second.content["superseded"]["training_iterations"]) == [0, 1, 2]
     assert second.content["attempts"][-1]["restarts"] == 1
     assert attempt(3, launch={"id": "job-8", "restarts": 1}).attempt == 1

@@ -20,7 +20,7 @@ COPY = sum(part.bytes for part in PARTS)
 def has_copy(tmp_path, monkeypatch):
     """has_copy(free): whether the first of eight ranks of a machine with so many free bytes takes memory for
     its copies. others: what ranks of other machines say."""
-    monkeypatch.setattr(saver_module, "plan_parts", lambda tensors, world: [PARTS])
+    monkeypatch.setattr(saver_module, "plan_parts", lambda *_: (PARTS, COPY))
     config = make_config(tmp_path / "out")
 
     def has_copy(free: float, host_memory: float = 0.0, others: tuple = ()) -> bool:

@@ -106,11 +106,10 @@ def make_ranks(
     for rank in range(ranks):
         world = replace(ALONE, rank=rank, local_rank=rank, size=ranks, local_size=ranks)
         saver = make_saver(config, make_state(config, seed, world), start)
-        everything = plan_parts(saver.state.all_parts(), ALONE)[0]
+        everything, saver.bytes = plan_parts(saver.state.all_parts(), ALONE, None)
         shared = [part for part in everything if not part.name.startswith("rng.")]
         own = [part for part in everything if part.name.startswith("rng.")]
         saver.parts, saver.run = [*shared[rank::ranks], *own], run
-        saver.bytes = sum(part.bytes for part in everything)
         saver.staging = Staging(saver.parts, world.device)
         savers.append(saver)
     return savers

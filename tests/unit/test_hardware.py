@@ -269,15 +269,16 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 def peaks_of_ranks(monkeypatch, *names: str, compute=(9, 0), **keys) -> list[Peak]:
     """What agree_on_peak() gives to each rank of a run on these GPUs."""
-    gathered = {}
+    sent = []
 
-    def gather_objects(mine, world):
-        gathered.setdefault(type(mine), mine)  # rank 0's comes first
-        return list(names) if isinstance(mine, str) else [gathered.get(Peak)]
+    def from_rank_0(mine, world):
+        sent.append(mine)
+        return sent[0]  # rank 0's comes first
 
     monkeypatch.setattr(hardware, "_gpu_name", lambda device: names[device.index])
     monkeypatch.setattr(hardware, "capability", lambda device: lookup(compute, names[device.index]))
-    monkeypatch.setattr(hardware, "gather_objects", gather_objects)
+    monkeypatch.setattr(hardware, "gather_objects", lambda mine, world: list(names))
+    monkeypatch.setattr(hardware, "from_rank_0", from_rank_0)
     ranks = [World(rank, rank, len(names), torch.device("cuda", rank)) for rank in range(len(names))]
     return [agree_on_peak(TrainConfig(**keys), world) for world in ranks]
 

@@ -84,7 +84,9 @@ def record(tmp_path):
 
 def send(content, tracker="wandb", *arguments, status="completed"):
     path = content.path
-    path.write_text(json.dumps({**content.content, "status": status, "summary": {"final_loss": 2.5}}))
+    path.write_text(
+        json.dumps({**content.content, "status": status, "summary": {"final_loss": 2.5}}, default=list)
+    )
     return run_command(track.main, [str(path), f"--trackers={tracker}", *arguments])
 
 
@@ -213,7 +215,7 @@ def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
         if row:
             content.add_iteration(row)
         status = "running" if row else "completed"
-        content.path.write_text(json.dumps({**content.content, "status": status}))
+        content.path.write_text(json.dumps({**content.content, "status": status}, default=list))
 
     monkeypatch.setattr(track.time, "sleep", sleep)
     assert send(content, "wandb", f"--follow={os.getpid()}", status="running") == 0
@@ -226,7 +228,7 @@ def test_what_a_run_writes_just_before_its_end_is_sent(fake, record, monkeypatch
 
     def ends(pid):
         content.add_iteration({"iter": 1, **ROW})
-        content.path.write_text(json.dumps({**content.content, "status": "completed"}))
+        content.path.write_text(json.dumps({**content.content, "status": "completed"}, default=list))
         return False
 
     monkeypatch.setattr(track, "is_running", ends)
@@ -247,7 +249,7 @@ def killed_at(content, iteration: int, checkpoint: int, noted: int) -> dict:
         content.add_iteration({"iter": number, **ROW, "loss": float(number)})
         if number == noted:
             content.add_checkpoint(checkpoint, 1.0, f"step-{checkpoint}")
-    return json.loads(json.dumps(content.content))
+    return json.loads(json.dumps(content.content, default=list))
 
 
 @pytest.mark.parametrize("last", range(NOTHING, 10))
@@ -282,7 +284,7 @@ def test_attempts_have_one_id(fake, record):
     first, one, other = record(), fake(), fake("trackio")
     first.add_iteration({"iter": 0, **ROW})
     assert send(first, "wandb,trackio") == 0
-    second, resumed = record(history=json.loads(json.dumps(first.content)), start=1), fake()
+    second, resumed = record(history=json.loads(json.dumps(first.content, default=list)), start=1), fake()
     assert send(second) == 0
     assert resumed.run.id == one.run.id == other.run.id and one.run.id.isalnum()
     assert one.run.unique_name == f"run_20260101_000000-{one.run.id}" and one.run.project == "nanomfu"

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import UserError
 from training.batches.sources import Source, hash_json, same_tokenizer, show_tokenizer, tokenizer_identity
 from training.batches.token_files import TokenFiles
-from training.process.world import World, gather_objects
+from training.process.world import World, from_rank_0, gather_objects
 
 FACTS = ("dtype", "vocab_size", "eot_id")
 OF_A_FILE = ("tokens", "sha256", "probe", "lengths")
@@ -48,14 +48,15 @@ def run_fingerprint(sources: list[Source]) -> dict:
 def agree_on_data(sources: list[Source], world: World) -> dict:
     """Rank 0's fingerprint. Raises UserError if another machine has another dataset under the same name. All
     ranks."""
-    everyone = gather_objects(run_fingerprint(sources) if world.local_rank == 0 else None, world)
-    for rank, other in enumerate(everyone):
-        if other and (different := data_differences(everyone[0], other)):
+    mine = run_fingerprint(sources) if world.local_rank == 0 else None
+    main = from_rank_0(mine, world)  # megabytes, if there are many files
+    for rank, different in enumerate(gather_objects(mine and data_differences(main, mine), world)):
+        if different:
             raise UserError(
                 f"the machines do not have the same dataset: compared with rank 0's, that of rank {rank} has "
                 f"{'; '.join(different)}. Copy it anew"
             )
-    return everyone[0]
+    return main
 
 
 def data_differences(saved: dict, now: dict) -> list[str]:

@@ -40,7 +40,7 @@ from training.configuration.keys import TrainConfig
 from training.process.memory import GB, GIB, free_host_bytes
 from training.process.redaction import redact_all, without_logins
 from training.process.run_lock import check_writable
-from training.process.world import gather_objects
+from training.process.world import CpuGroup, from_rank_0, gather_objects
 
 log = logging.getLogger("nanomfu")
 
@@ -88,9 +88,11 @@ class Saver:
         facts: dict[str, Any],
         start: int,
         host_memory: float = 0.0,
+        group: CpuGroup = None,
     ):
         """`facts`: the run's name and its data's fingerprint; `start`: this process's first iteration;
-        `host_memory`: bytes that the training takes of it in this process, from the first iteration on."""
+        `host_memory`: bytes that the training takes of it in this process, from the first iteration on;
+        `group`: all ranks' CPUs, to plan."""
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
         self.facts = {
@@ -101,7 +103,7 @@ class Saver:
             **facts,
         }
         self.retention = Retention(config.keep_last)
-        self.host_memory = host_memory
+        self.host_memory, self.group = host_memory, group
         self.count = 0
         self.parts: list[Part] | None = None  # what this rank writes; None before prepare()
         self.staging: Staging | None = None
@@ -111,10 +113,8 @@ class Saver:
     def prepare(self) -> list[Part]:
         """Divides the work among the ranks, checks for free disk space, allocates the host memory. Returns
         what this rank writes. All ranks, before the first save. Raises UserError."""
-        self.run = gather_objects(uuid.uuid4().hex[:8], self.world)[0]
-        plans = plan_parts(self.state.all_parts(), self.world)
-        self.parts = plans[self.world.rank]
-        self.bytes = sum(part.bytes for plan in plans for part in plan)  # of a checkpoint
+        self.run = from_rank_0(uuid.uuid4().hex[:8], self.world)
+        self.parts, self.bytes = plan_parts(self.state.all_parts(), self.world, self.group)
         if self.world.is_main:
             delete_remains(self.root)
             if self.root.is_dir():  # perhaps a link to another disk

@@ -3,34 +3,49 @@ memory is kept from save to save."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from common.errors import UserError
 from training.checkpoints.tensor_files import Part
-from training.process.world import World, gather_objects
+from training.process.agreement import divide_on_main
+from training.process.world import CpuGroup, World
 
 ALIGNMENT = 64  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context
 
 
-def plan_parts(mine: Collection[Part], world: World) -> list[list[Part]]:
-    """What each rank writes: every part of every tensor once. What several ranks hold is divided among them,
-    so each rank of DDP copies and writes a share of the model. All ranks."""
-    holders: dict[Part, list[int]] = {}
-    for rank, parts in enumerate(gather_objects(list(mine), world)):
-        for part in parts:
-            holders.setdefault(part, []).append(rank)
-    plans: list[list[Part]] = [[] for _ in range(world.size)]
-    sizes = [0] * world.size
-    for part in sorted(holders, key=lambda part: (len(holders[part]), -part.bytes)):
-        if part.bytes:
-            writer = min(holders[part], key=sizes.__getitem__)
-            plans[writer].append(part)
-            sizes[writer] += part.bytes
-    return plans
+def plan_parts(mine: Iterable[Part], world: World, group: CpuGroup) -> tuple[list[Part], int]:
+    """What this rank writes of a checkpoint, and the bytes of all of it. Rank 0 plans, from 16 bytes for each
+    part that a rank holds. `group`: of CPUs. All ranks."""
+    parts = [part for part in mine if part.bytes]
+    hashes = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts)
+    held = np.array([np.frombuffer(hashes, np.int64), [part.bytes for part in parts]], np.int64)
+    places, size = divide_on_main(world, group, divide, held)
+    return [parts[place] for place in places], size
+
+
+def divide(held: list[np.ndarray]) -> list[tuple[list[int], int]]:
+    """For each rank: where in its own list the parts are that it writes, and the bytes of all parts. Every
+    part is written once. What several ranks hold is divided among them, so each rank of DDP copies and writes
+    a share of the model. `held`: of each rank, (2, parts), hash and bytes of each part."""
+    ranks = np.repeat(np.arange(len(held)), [each.shape[1] for each in held])
+    places = np.concatenate([np.arange(each.shape[1]) for each in held])
+    hashes, sizes = np.concatenate(held, axis=1)
+    _, first, part_of, count = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    by_part, ends = np.argsort(part_of, kind="stable"), np.cumsum(count)  # the copies of a part, by rank
+    plans: list[list[int]] = [[] for _ in held]
+    written = np.zeros(len(held), np.int64)
+    for part in np.lexsort((first, -sizes[first], count)):  # what one rank alone has comes first
+        copies = by_part[ends[part] - count[part] : ends[part]]
+        copy = copies[written[ranks[copies]].argmin()]
+        plans[ranks[copy]].append(int(places[copy]))
+        written[ranks[copy]] += sizes[copy]
+    return [(plan, int(written.sum())) for plan in plans]
 
 
 class Staging:

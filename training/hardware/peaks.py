@@ -17,7 +17,7 @@ import torch
 
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import CHECKED, FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
-from training.process.world import World, gather_objects
+from training.process.world import World, from_rank_0, gather_objects
 
 FORMATS = ("fp8", "fp4")  # of matmuls, apart from the training dtype
 PRECISIONS = ("bfloat16", "float16", "float32", *FORMATS)
@@ -219,7 +219,7 @@ def agree_on_peak(config: TrainConfig, world: World) -> Peak:
     ranks."""
     gpus = Counter(gather_objects(_gpu_name(world.device), world))
     if len(gpus) == 1:
-        return gather_objects(_find_peak(config, world.device) if world.is_main else None, world)[0]
+        return from_rank_0(_find_peak(config, world.device) if world.is_main else None, world)
     if isinstance(config.peak_tflops, float):
         return Peak(config.peak_tflops, "stated by peak_tflops", sparse=config.use_sparse_specs)
     named = ", ".join(f"{count} x {name}" for name, count in gpus.items())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from common.errors import UserError
+import torch.distributed as dist
+
+from common.errors import RunError, UserError
 from common.text import shorten
 from training.configuration.keys import TrainConfig
 from training.process.launch import machine_number
-from training.process.world import World, gather_objects
+from training.process.world import CpuGroup, World, from_rank_0, gather_objects
 
 Result = TypeVar("Result")
 
@@ -25,10 +27,29 @@ def agree(world: World, action: Callable[..., Result], *arguments: object) -> Re
 
 def from_main(world: World, action: Callable[..., Result], *arguments: object) -> Result:
     """Rank 0's action(*arguments), on every rank, also if it raises UserError. All ranks."""
-    outcome = gather_objects(_outcome(action, *arguments) if world.is_main else None, world)[0]
+    outcome = from_rank_0(_outcome(action, *arguments) if world.is_main else None, world)
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
+
+
+def divide_on_main(world: World, group: CpuGroup, divide: Callable[[list], list], mine: object) -> Any:
+    """This rank's item of divide([mine of rank 0, mine of rank 1, ...]), which rank 0 computes. If it raises,
+    every rank raises RunError. `group`: of CPUs, as NCCL would take GPU memory for each rank. All ranks."""
+    if world.size == 1:
+        return divide([mine])[0]
+    everyone: list[Any] | None = [None] * world.size if world.is_main else None
+    dist.gather_object(mine, everyone, dst=0, group=group)
+    shares, share = [], [None]
+    try:
+        shares = divide(everyone) if everyone else []
+    except Exception as error:  # the others wait for their shares
+        why = f"rank 0 could not divide the work among the ranks: {type(error).__name__}: {error}"
+        shares = [RunError(why)] * world.size
+    dist.scatter_object_list(share, shares, src=0, group=group)
+    if isinstance(share[0], RunError):
+        raise share[0]
+    return share[0]
 
 
 def _outcome(action: Callable[..., Result], *arguments: object) -> Result | UserError:

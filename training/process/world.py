@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class World:
         return self.rank == 0
 
 
+CpuGroup: TypeAlias = "dist.ProcessGroup | None"  # None: one process
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
@@ -182,7 +183,7 @@ def _record_collectives(out_dir: Path, rank: int) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def cpu_group(world: World) -> dist.ProcessGroup | None:
+def cpu_group(world: World) -> CpuGroup:
     """A process group for numbers on the CPU, whose communication does not wait for a GPU. All ranks."""
     if world.size == 1:
         return None
@@ -236,3 +237,11 @@ def gather_objects(value: object, world: World) -> list:
     values = [None] * world.size
     dist.all_gather_object(values, value)
     return values
+
+
+def from_rank_0(value: Any, world: World) -> Any:
+    """Rank 0's value, on every rank: gather_objects() would move as much for each rank. All ranks."""
+    values = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -8,16 +8,20 @@ was ever interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
+from common.json_file import MAX_BYTES, open_regular, parse_object
 from common.run_records import run_records
 from training.process.redaction import redact
 
+SECTION = re.compile(rb' "(\w+)": \[\n')  # the line before the entries of one
 RUN_NAME = re.compile(r"[\w.-]{1,200}")  # the stem of a record's path
 SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
 # sections in which iteration n comes before update n, and so belongs to a checkpoint of n
@@ -71,7 +75,7 @@ def _read(path: Path) -> dict | None:
 
 def read_record(path: Path) -> dict:
     """A record with what its journal adds. Raises OSError or ValueError."""
-    record = plain(read_json(path))
+    record = _read_lines(path)
     _check(record)
     attempts = len(_attempts(record))
     for section, entry in _journal(journal_path(path), record.setdefault("journal_lines", 0), attempts):
@@ -82,6 +86,28 @@ def read_record(path: Path) -> dict:
     return record
 
 
+def _read_lines(path: Path) -> dict:
+    """A record of any size, entry by entry if each has a line of its own (run_record.py): as one text, it
+    would take ten times its size in memory. Raises OSError or ValueError."""
+    found: dict[str, list[dict]] = {}
+    rest, section = bytearray(), ""
+    for line in _lines(path):
+        if section and line.startswith(b'  {"'):
+            found.setdefault(section, []).append(plain(parse_object(line.rstrip(b",\n"))))
+            continue
+        begins = SECTION.fullmatch(line)
+        section = begins[1].decode() if begins else ""
+        rest += line
+        if len(rest) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES:,} bytes that are not rows")
+    return plain(parse_object(bytes(rest))) | found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        yield from iter(lambda: file.readline(MAX_BYTES), b"")
+
+
 def plain(value: Any) -> Any:
     """The same content as JSON that every reader takes: NaN and infinity, which JSON lacks, are null."""
     if isinstance(value, float):
@@ -89,7 +115,7 @@ def plain(value: Any) -> Any:
     if not isinstance(value, (dict, list, tuple)):
         return value
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {sys.intern(str(key)): plain(item) for key, item in value.items()}  # rows share names
     return [plain(item) for item in value]
 
 
@@ -126,22 +152,17 @@ def _is_entry(entry: object, attempts: int) -> bool:
     return type(attempt) is int and 1 <= attempt <= attempts
 
 
-def _journal(path: Path, lines_in_record: int, attempts: int) -> list[tuple[str, dict]]:
-    """(section, entry) of each complete line that the record does not have. A kill or a full disk may have
-    cut one off."""
-    try:
-        lines = read_regular(path, MAX_BYTES).split(b"\n")
-    except (OSError, ValueError):
-        return []
+def _journal(path: Path, known: int, attempts: int) -> list[tuple[str, dict]]:
+    """(section, entry) of each complete line after the first `known`, which the record has. A kill or a full
+    disk may have cut one off."""
     found = []
-    for line in filter(None, lines):
-        try:
-            content = plain(parse_object(line))
-            section, entry = content["section"], content["entry"]
-            if content["line"] >= lines_in_record and section in SECTIONS and _is_entry(entry, attempts):
-                found.append((section, entry))
-        except (ValueError, KeyError, TypeError):  # not what a run writes
-            continue
+    with contextlib.suppress(OSError, ValueError):  # there is no such file
+        for line in _lines(path):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # not what a run writes
+                content = plain(parse_object(line))
+                section, entry = content["section"], content["entry"]
+                if content["line"] >= known and section in SECTIONS and _is_entry(entry, attempts):
+                    found.append((section, entry))
     return found
 
 

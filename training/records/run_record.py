@@ -1,10 +1,10 @@
 """Writes the run record: one JSON file per run, written by rank 0. It cannot end a run: a full disk gives one
 warning, and what could not be written is written when there is space again.
 
-The JSON is replaced atomically, so it can be parsed at every moment, also after kill -9. The more entries it
-has, the longer rewriting takes (2 s for 100,000), so rewriting gets at most one percent of the time. What was
-added since is in a journal beside it, one line per entry; training/records/attempts.py reads the journal if
-the run does not end in order.
+The JSON is replaced atomically, so it can be parsed at every moment, also after kill -9. To rewrite many rows
+takes long, so a rewrite waits for one percent more rows, and gets at most one percent of the time: a row
+costs the same in a long run. What was added since is in a journal beside it, one line per entry;
+training/records/attempts.py reads the journal if the run does not end in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from io import RawIOBase
 from pathlib import Path
@@ -30,11 +30,13 @@ from training.process.console import start_logging
 from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
-from training.process.world import World, gather_objects
+from training.process.world import World, from_rank_0
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
 from training.records.follower import Follower
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
+GROWTH = 1.01  # of its entries, until the next rewrite: all rewrites write 101 times as much as the last one
+ENCODER = json.JSONEncoder(allow_nan=False)
 FINAL_PAUSES_S = 0.0, 0.5  # before each attempt to complete it
 
 log = logging.getLogger("nanomfu")
@@ -54,7 +56,7 @@ def new_record_path(config: TrainConfig) -> Path:
 def open_log(config: TrainConfig, world: World) -> Path:
     """The path of this run's record, the same on all ranks. Also opens the log beside it, which rank 0
     writes. All ranks."""
-    path = gather_objects(new_record_path(config) if world.is_main else None, world)[0]
+    path = from_rank_0(new_record_path(config) if world.is_main else None, world)
     start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
     return path
 
@@ -96,14 +98,16 @@ class RunRecord:
             "attempts": [*earlier["attempts"], self.this_attempt],
             "config": config,
             "startup_info": startup_info,
-            **{section: earlier[section] for section in SECTIONS},
+            **{section: Entries(earlier[section]) for section in SECTIONS},
             "superseded": earlier["superseded"],
             "summary": None,
             "journal_lines": 0,  # those that are in this file already
         }
         self.journal = Journal(journal_path(path)) if enabled else None
         self.follower: Follower | None = None  # sends this record to trackers
+        self.carried = len(earlier["training_iterations"])
         self.newest = start  # the highest iteration of an entry
+        self.saved = 0  # entries in the JSON
         self.save_not_before = 0.0
         self.warned = False
         self.lock = threading.Lock()  # the watchdog's thread may complete the record
@@ -111,7 +115,7 @@ class RunRecord:
     @property
     def own_rows(self) -> list[dict]:
         """The log rows of this attempt: earlier attempts may have had other hardware."""
-        return [row for row in self.content["training_iterations"] if row["attempt"] == self.attempt]
+        return [json.loads(line) for line in self.content["training_iterations"].lines[self.carried :]]
 
     def add_iteration(self, row: dict) -> None:
         mfu, memory = row["mfu"], row["memory"]
@@ -146,11 +150,11 @@ class RunRecord:
     def _add(self, section: str, entry: dict) -> None:
         late = {"noted_at_iter": self.newest} if entry["iter"] < self.newest else {}
         self.newest = max(self.newest, entry["iter"])
-        entry = plain(redact_all({**entry, "attempt": self.attempt, **late}))
-        self.content[section].append(entry)
+        line = to_line(plain(redact_all({**entry, "attempt": self.attempt, **late})))
+        self.content[section].lines.append(line)
         if self.journal and not self.run_lock.is_lost():
             with self._surviving(self.journal.path):
-                self.journal.append(section, entry)
+                self.journal.append(section, line)
 
     def finish(self, status: str, summary: dict) -> None:
         end = {"status": status, "end_time": _now()}
@@ -169,15 +173,17 @@ class RunRecord:
         raise RunError(f"the run record {self.path} could not be completed; {lacks}")
 
     def save(self, at_once: bool = False) -> None:
-        """Rewrites the JSON, unless that was done shortly before."""
-        if self.journal is None or (time.monotonic() < self.save_not_before and not at_once):
+        """Rewrites the JSON, unless that was done shortly before, or for almost as many entries."""
+        began, entries = time.monotonic(), sum(len(self.content[section]) for section in SECTIONS)
+        if self.journal is None or self.run_lock.is_lost():
             return
-        if self.run_lock.is_lost():
+        has_grown = entries >= GROWTH * self.saved or self.journal.lost
+        if not at_once and (began < self.save_not_before or not has_grown):
             return
-        began = time.monotonic()
         with self._surviving(self.path):
             self.content["journal_lines"] = self.journal.lines
             _replace(self.path, _text(self.content))
+            self.saved = entries
             self.journal.clear(remove=self.content["end_time"] is not None)
             self.warned = False
         now = time.monotonic()
@@ -226,6 +232,24 @@ def open_record(
     return record
 
 
+class Entries(Sequence[dict]):
+    """A section's entries, each as its line of JSON: less memory than the objects take, and a rewrite need
+    not make it anew."""
+
+    def __init__(self, entries: Iterable[dict]):
+        self.lines = [to_line(entry) for entry in entries]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, place: Any) -> Any:
+        return json.loads(self.lines[place])
+
+
+def to_line(value: dict) -> bytes:
+    return ENCODER.encode(value).encode()
+
+
 class Journal:
     """Holds entries that the JSON does not have yet. Each line is written at once. It begins with the line
     break, so that a line that was cut off by a full disk does not spoil the next one."""
@@ -236,9 +260,8 @@ class Journal:
         self.lines = 0  # of the whole run
         self.lost = 0  # of those that neither this file nor the JSON has
 
-    def append(self, section: str, entry: dict) -> None:
-        content = {"line": self.lines, "section": section, "entry": entry}
-        line = b"\n" + json.dumps(content, allow_nan=False).encode()
+    def append(self, section: str, entry: bytes) -> None:
+        line = b'\n{"line": %d, "section": "%s", "entry": %s}' % (self.lines, section.encode(), entry)
         self.lines, self.lost = self.lines + 1, self.lost + 1  # until it is written
         if self.file is None:
             self.file = create(self.path).detach()  # without a buffer: each line is written at once
@@ -257,27 +280,26 @@ class Journal:
             self.file.seek(0)
 
 
-def _text(content: dict) -> Iterator[str]:
+def _text(content: dict) -> Iterator[bytes]:
     """JSON with one line per entry: small, quick to make, and usable by tools that read lines."""
     for number, (name, value) in enumerate(content.items()):
-        yield f"{',' if number else '{'}\n {json.dumps(name)}: "
+        yield b"%s\n %s: " % (b"," if number else b"{", json.dumps(name).encode())
         if name == "superseded":
-            yield json.dumps(value, allow_nan=False)
-        elif name in SECTIONS and value:
-            yield "[\n  "
-            for place, entry in enumerate(value):
-                yield (",\n  " if place else "") + json.dumps(entry, allow_nan=False)
-            yield "\n ]"
+            yield to_line(value)
+        elif isinstance(value, Entries):
+            for place, line in enumerate(value.lines):
+                yield (b",\n  " if place else b"[\n  ") + line
+            yield b"\n ]" if value else b"[]"
         else:
             value = redact_all({name: value}, keep=("run_name",))[name]  # attempts find each other by it
-            yield json.dumps(plain(value), indent=1, allow_nan=False).replace("\n", "\n ")
-    yield "\n}\n"
+            yield json.dumps(plain(value), indent=1, allow_nan=False).replace("\n", "\n ").encode()
+    yield b"\n}\n"
 
 
-def _replace(path: Path, text: Iterator[str]) -> None:
+def _replace(path: Path, text: Iterator[bytes]) -> None:
     temporary = path.with_name("record.tmp")  # one name, so that what kills leave does not pile up
     with create(temporary) as file:
-        file.writelines(part.encode() for part in text)
+        file.writelines(text)
         file.flush()
         os.fsync(file.fileno())  # so that a loss of power leaves the old file or the new one
     os.replace(temporary, path)
