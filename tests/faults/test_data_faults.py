@@ -155,15 +155,6 @@ def test_changed_tokens_are_named_at_a_resume(folder, change, by_hand):
     assert data_differences(saved, now) == [wanted] and saved["sha256"] != now["sha256"]
 
 
-@pytest.mark.parametrize("change", [reorder, leave_out, change_content], ids=lambda change: change.__name__)
-def test_and_without_preparing_them_anew_already_when_the_dataset_is_opened(folder, change):
-    into_shards(folder)
-    open_dataset(config(folder), scan=True)
-    change(folder)
-    message = refusal(folder)
-    assert "is missing from" in message or "is not the file that meta.json describes" in message
-
-
 OTHER = {  # what differs in meta.json -> what is said
     "tokenizer": ({"name": "a", "sha256": "2" * 64}, f"tokenizer a ({'2' * 16}) instead of a ({'1' * 16})"),
     "eot_id": (3, "eot_id 3 instead of 2"),

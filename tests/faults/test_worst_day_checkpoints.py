@@ -89,7 +89,7 @@ WRONG_FIELDS = {
     "best_val_loss": [float("nan"), 10**400],
     "format": ["2", ...],
     "config": [[]],
-    "config.batch_size": [0],
+    "config.batch_size": [0, {"a": 1}],
     "config.gradient_accumulation_steps": ["1"],
     "config.seed": [json.loads(DEEP)],
     "config.dataset": [...],
@@ -98,6 +98,15 @@ WRONG_FIELDS = {
     "model_config.n_layer": ["1", 10**9, 2],
     "model_config.n_embd": [2**52],
     "model_config.n_head": [3],
+    "model_config.head_dim": ["16", 10**12],
+    "model_config.qkv_bias": [1],
+    "model_config.rope_scaling": [
+        *("linear", [1], {"a": {"b": 1}}, {"rope_type": "linear", "factor": {"a": 1}}),
+        *(
+            {"rope_type": "linear", **more}
+            for more in ({"factor": 1e300}, {"factor": 2.0, "rope_scaling": {}})
+        ),
+    ],
     "model_config.bias": [1],
     "model_config.norm_eps": [float("nan")],
     "model_config.block_size": [2**40],
@@ -141,6 +150,7 @@ ENTRY = {"sha256": "0" * 64, "bytes": 1}
     "files",
     [
         7,
+        {},
         {"state.json": {**ENTRY, "bytes": True}},
         {"state.json": {**ENTRY, "sha256": "0"}},
         *({"state.json": ENTRY, name: ENTRY} for name in ("a\0b", "..", "../state.json", "/etc/x", "a/b")),

@@ -397,7 +397,16 @@ def test_texts_of_a_record_steer_neither_the_terminal_nor_matplotlib(name, recor
     assert all(c.isprintable() or c == "\n" for c in printed) and len(printed) < 3000
 
 
-NO_RECORD = [b"", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"[]", b'{"training_iterations": [1]}', None]
+NO_RECORD = [
+    b"",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"1" * 5000,
+    b"[]",
+    b'{"training_iterations": [1]}',
+    b'{"a": 1}',
+    None,
+]
 
 
 @pytest.mark.parametrize("content", NO_RECORD, ids=lambda content: repr(content)[:20])
@@ -409,7 +418,9 @@ def test_a_file_that_is_no_record_is_one_message(content, plots, tmp_path, capsy
         path.write_bytes(content)
     for main in plots:
         assert main([str(path)]) == 2
-        assert_one_message(capsys.readouterr().err)
+        error = capsys.readouterr().err
+        assert_one_message(error)
+        assert str(path) in error and len(error.splitlines()) == 1
 
 
 def test_the_log_of_a_run_cannot_steer_the_terminal(config, run, tmp_path, capfd, monkeypatch):

@@ -68,19 +68,6 @@ def test_a_resume_on_a_machine_of_another_memory_needs_nothing_to_be_allowed(mac
     assert state["samples_seen"] == 4 * 8 and state["config"]["batch_size"] == 2
 
 
-def test_a_resume_with_other_tokens_per_iteration_is_refused_with_all_factors(machine, capfd):
-    assert machine(8, "--max_iters=2") == 0
-    other = ("--init_from=resume", "--max_iters=4", "--tokens_per_iter=512")
-    assert machine(8, *other) == 2
-    message = capfd.readouterr().err
-    was, now = (
-        f"{tokens} (batch_size 8 x gradient_accumulation_steps {steps} x processes 1 x block_size 32)"
-        for tokens, steps in ((256, 1), (512, 2))
-    )
-    assert f"tokens_per_iter: checkpoint {was}, now {now}" in message
-    assert machine(8, *other, "--allow_changes=tokens_per_iter") == 0
-
-
 def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(machine, tmp_path):
     assert machine(8, "--max_iters=2") == 0
     trained = last_run(tmp_path / "out")["eval_steps"][-1]["val_loss"]

@@ -90,20 +90,6 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
 # --- configuration ---
 
 
-@pytest.mark.parametrize(
-    "flags, wanted",
-    [
-        (["--batch_sise=4"], ["'batch_sise'", "did you mean 'batch_size'?"]),
-        (["--attention_backend=flash_attn_9"], ["'flash_attn_9'", "flash_attn_4", "sdpa", "manual"]),
-        (["--num_key_value_heads=3"], ["n_head=4", "num_key_value_heads=3"]),
-    ],
-    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
-)
-def test_setting_that_cannot_be_is_named(refusal, flags, wanted):
-    message = refusal(*flags)
-    assert all(text in message for text in wanted), message
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_gpu_says_what_to_use(refusal):
     message = refusal("--device=cuda")

@@ -92,16 +92,6 @@ def test_a_truncated_or_missing_file_is_found_and_named(folder, name, share):
     assert name in damage(folder)[0]
 
 
-def test_a_manifest_that_is_none_is_named(folder):
-    file = {"sha256": "", "bytes": 0}
-    for files in ({}, {"../x": file, "state.json": file}, {"state.json": 7}):
-        (folder / "manifest.json").write_text(json.dumps({"files": files}))
-        assert "manifest.json" in damage(folder)[0]
-    for manifest in ("[]", "{}"):
-        (folder / "manifest.json").write_text(manifest)
-        assert "manifest.json" in damage(folder)[0]
-
-
 # --- the format ---
 
 

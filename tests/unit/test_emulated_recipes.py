@@ -4,38 +4,12 @@ import pytest
 import torch
 from support.tensors import random, random_bf16
 
-from ops.quantization import mxfp8, nvfp4
-from ops.quantization.hadamard import random_hadamard
+from ops.quantization import nvfp4
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from ops.recipes.mxfp8 import mxfp8_operand
 from ops.recipes.nvfp4 import COLUMNS, ROWS, bits_of_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
-
-# --- values ---
-
-
-def test_an_mxfp8_operand_is_the_matrix_in_blocks_along_rows_and_along_columns():
-    x = random_bf16(64, 96)
-    by_rows, by_columns = mxfp8_operand(x)
-    assert torch.equal(by_rows, mxfp8.dequantize(mxfp8.quantize(x)))
-    assert torch.equal(by_columns.t(), mxfp8.dequantize(mxfp8.quantize(x.t().contiguous())))
-
-
-def test_an_nvfp4_operands_columns_are_transformed_and_have_an_amax_of_their_own():
-    x = random_bf16(64, 96)
-    amaxes = nvfp4_amaxes(x)
-    by_rows, by_columns = nvfp4_operand(x, amaxes)
-    transformed = random_hadamard(x, dim=0)
-    assert amaxes.tolist() == [x.abs().amax().item(), transformed.abs().amax().item()]
-    assert torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
-    assert torch.equal(by_columns.t(), nvfp4.dequantize(nvfp4.quantize(transformed.t().contiguous())))
-
-
-def test_an_nvfp4_weight_has_square_blocks():
-    weight = random_bf16(64, 96)
-    values = nvfp4_weight(weight, weight.abs().amax().float())
-    assert torch.equal(values, nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE)))
 
 
 # --- random bits ---

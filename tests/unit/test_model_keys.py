@@ -1,6 +1,5 @@
 """head_dim, qkv_bias and rope_scaling: from a file, a flag or a checkpoint into the model, never ignored."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,8 @@ from support.helpers import TINY, write_config
 from common.errors import UserError
 from model import rotary_angles
 from model_builder import build_model
-from model_config import ModelConfig, model_config
-from training.checkpoints.saved_state import _model_config, _settings
+from model_config import model_config
+from training.checkpoints.saved_state import _model_config
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.dry_run import dry_run
@@ -136,50 +135,12 @@ def test_a_key_that_cannot_be_is_one_message(load, flag, message):
 # --- in a checkpoint ---
 
 
-def reread(config: ModelConfig) -> ModelConfig:
-    """The model that a checkpoint's state.json describes."""
-    return _model_config(
-        _settings({"model_config": json.loads(json.dumps(config.to_dict()))}, "model_config")
-    )
-
-
-def test_a_checkpoint_describes_the_same_model():
-    config = model_config("qwen2", **SMALL, head_dim=24, rope_scaling=LINEAR)
-    assert reread(config) == config
-
-
 def test_a_checkpoint_from_before_the_keys_describes_the_same_model():
     config = model_config("qwen3", **SMALL)
     old = config.to_dict()
     for name in ("head_dim", "qkv_bias", "rope_scaling"):
         del old[name]
     assert _model_config(old) == config
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rope_scaling", "linear"),
-        ("rope_scaling", {"rope_type": "linear", "factor": {"a": 1}}),
-        ("rope_scaling", {"rope_type": "linear", "factor": 1e300}),
-        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "rope_scaling": {}}),
-        ("head_dim", "16"),
-        ("head_dim", 10**12),
-        ("qkv_bias", 1),
-    ],
-)
-def test_a_checkpoint_with_another_value_than_a_run_writes_is_a_damaged_one(field, value):
-    content = {"model_config": {**model_config("qwen2", **SMALL).to_dict(), field: value}}
-    with pytest.raises(ValueError, match=field):
-        _model_config(_settings(content, "model_config"))
-
-
-def test_only_rope_scaling_is_an_object_among_the_settings():
-    settings = {"batch_size": 2, "rope_scaling": dict(LINEAR)}
-    assert _settings({"config": settings}, "config") == settings
-    for name, value in (("batch_size", {"a": 1}), ("rope_scaling", {"a": {"b": 1}}), ("rope_scaling", [1])):
-        with pytest.raises(ValueError, match=name):
-            _settings({"config": {**settings, name: value}}, "config")
 
 
 # --- what is said of them ---

@@ -373,15 +373,6 @@ def test_losses_of_different_tokenizers_share_no_axis(tmp_path, capsys, one, oth
 # --- bad input, and the scripts as a user starts them ---
 
 
-@pytest.mark.parametrize("script", [plot_single_run, compare_runs])
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": 1}', '{"training_iterations": [3]}'])
-def test_a_file_that_is_no_run_record_is_named(script, text, tmp_path, capsys):
-    path = write(tmp_path, text)
-    assert script.main([str(path)]) == 2
-    message = capsys.readouterr().err
-    assert str(path) in message and len(message.splitlines()) == 1
-
-
 def test_a_glob_finds_records_in_a_folder_with_brackets_or_is_an_error(tmp_path, capsys):
     path = tmp_path / "out [1]" / "run_a.json"
     path.parent.mkdir()
