@@ -31,7 +31,15 @@ from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
-from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
+from training.records.attempts import (
+    SECTIONS,
+    carry_over,
+    find_history,
+    first_row,
+    journal_path,
+    plain,
+    recovery,
+)
 from training.records.follower import Follower
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
@@ -89,6 +97,7 @@ class RunRecord:
             "start_iter": start,
             "resumed_from": startup_info.get("resumed_from"),
             "restarts": (startup_info.get("launch") or {}).get("restarts", 0),
+            "recovery": recovery(history, start) if history else None,
         }
         self.content = {
             **{name: self.this_attempt[name] for name in ("run_name", "start_time", "end_time", "status")},
@@ -114,8 +123,9 @@ class RunRecord:
         return [row for row in self.content["training_iterations"] if row["attempt"] == self.attempt]
 
     def add_iteration(self, row: dict) -> None:
-        mfu, memory = row["mfu"], row["memory"]
-        self._add("training_iterations", row)
+        mfu, memory, now = row["mfu"], row["memory"], datetime.now().astimezone()
+        first_row(self.this_attempt["recovery"], now)
+        self._add("training_iterations", {**row, "time": now.isoformat(timespec="milliseconds")})
         if mfu is None or not math.isfinite(row["loss"]):
             return  # one-line scripts calculate with what is in training_progress: no null
         flat = {
