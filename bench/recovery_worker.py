@@ -2,13 +2,14 @@
 
     python bench/recovery_worker.py MARKS CONFIG [--key=value ...]
 
-MARKS gets a line of JSON for each mark. The rank whose number is in MARKS.raise raises an error.
+MARKS gets a line of JSON for each mark. SIGUSR2 asks for an error, which comes after the next log row.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,12 +26,14 @@ from training.records.rows import Logger  # noqa: E402
 STEPS = ("check_inputs", "join_ranks", "find_resume", "build_step", "load_resume", "begin_record")
 
 
-def main(marks: Path, argv: list[str]) -> int:
-    rank, order = launch_info()[0], marks.with_suffix(".raise")
+def main(path: str, argv: list[str]) -> int:
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: asked.append(number))
+    me = {"rank": launch_info()[0], "pid": os.getpid()}
 
-    def mark(name: str, at: float | None = None, **facts: int) -> None:
-        line = {"mark": name, "time": at or time.time(), "rank": rank, "pid": os.getpid(), **facts}
-        with open(marks, "ab", buffering=0) as file:  # one write, so the ranks' lines do not mix
+    def mark(name: str, at: float, iteration: int = -1) -> None:
+        line = {"mark": name, "time": at, "iter": iteration, **me}
+        with open(path, "ab", buffering=0) as file:  # one write, so the ranks' lines do not mix
             file.write(f"{json.dumps(line)}\n".encode())
 
     def marked(owner: Any, name: str) -> None:
@@ -38,28 +41,22 @@ def main(marks: Path, argv: list[str]) -> int:
         real = getattr(owner, name)
 
         def call(*arguments: Any) -> Any:
-            if name == "count" and order.exists() and order.read_text() == str(rank):
-                order.unlink()
-                mark("raised")
-                raise RuntimeError(f"the error of rank {rank} that the benchmark asked for")
             result = real(*arguments)
-            mark(name, **({"iter": arguments[1].iteration} if name == "write" else {}))
+            mark(name, time.time(), arguments[1].iteration if name == "write" else -1)
+            if asked and name == "write":
+                raise RuntimeError(f"the error of rank {me['rank']} that the benchmark asked for")
             return result
 
         setattr(owner, name, call)
 
     mark("python", PYTHON_STARTED)
-    mark("imports")
+    mark("imports", time.time())
     for step in STEPS:
         marked(train, step)
-    for event in (
-        "count",
-        "write",
-        "saved",
-    ):  # an iteration is computed, is in a row; a checkpoint is complete
+    for event in ("write", "saved"):  # a row is in the record; a checkpoint is complete
         marked(Logger, event)
     return train.run(argv)
 
 
 if __name__ == "__main__":
-    leave_now(main(Path(sys.argv[1]), sys.argv[2:]))
+    leave_now(main(sys.argv[1], sys.argv[2:]))

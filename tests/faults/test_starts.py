@@ -34,8 +34,8 @@ pytestmark = pytest.mark.dead_rank
 
 SECONDS = 90  # for a machine
 END_SECONDS = 60  # from a rank's end to that of all others
-# DEAD_TICKS instead of the usual 50 s, and longer than a busy machine needs to import a library, which holds the
-# interpreter, so a rank that is well publishes nothing meanwhile
+# DEAD_TICKS instead of the usual 50 s, and longer than a busy machine needs to import a library, which holds
+# the interpreter, so a rank that is well publishes nothing meanwhile
 SOON = "8"
 
 
@@ -400,5 +400,5 @@ def test_one_of_64_processes_on_8_machines_ends_all_others_within_a_minute_and_i
     slowest = max(seconds for _, seconds, _ in ended)
     print(f"\n8 x 8 processes, {env['FAULT']}: all have ended after {slowest:.1f} s")
     assert slowest < END_SECONDS and all(status for status, _, _ in ended)
-    for _, _, output in ended:
-        says(output, "rank 63 (")
+    for _, _, output in ended:  # torchrun of a killed rank says "rank      : 63 (local_rank: 7)"
+        says(re.sub(r"rank +: ", "rank ", output), "rank 63 (")

@@ -7,6 +7,9 @@ import pytest
 from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
+from bench import recovery
+from common.errors import UserError
+
 
 @pytest.fixture
 def bench(tmp_path):
@@ -30,20 +33,26 @@ def test_a_killed_rank_and_an_error_are_recovered_from_and_the_record_agrees(ben
     for fault in ("SIGKILL", "exception"):
         result = found[fault]
         seconds, record = result["seconds_to_first_iteration"], result["record"]
-        assert 0 < seconds < 120 and min(result["steps"].values()) > -0.05
-        assert sum(result["steps"].values()) == pytest.approx(seconds, abs=0.1)
+        assert seconds > 0 and result["seconds_repeated"] > 0
+        assert list(result["steps"])[:3] == ["ranks end", "python", "imports"]
+        assert sum(result["steps"].values()) == pytest.approx(seconds)
         # the last row came at most an iteration before the fault
         assert record["seconds_to_first_row"] == pytest.approx(seconds, abs=2)
         assert record["iterations_repeated"] >= result["iterations_repeated"] > 0
-        assert 0 < record["seconds_repeated"]
+        assert record["seconds_repeated"] > 0
 
 
 def test_goodput_is_that_of_a_run_which_ends_with_the_same_bits(bench):
     found = bench("--goodput=0.25", "--every=8")["goodput"]
-    assert found["kills"] and found["same_bits"]
-    assert found["goodput_percent"] == pytest.approx(100 * found["seconds"][0] / found["seconds"][1])
+    assert found["kills"] and found["same_bits"] and found["seconds_per_kill"] > 0
+    assert 0 < found["goodput_percent"] < 100
 
 
-def test_a_lost_machine_is_another_start_and_the_only_rank_cannot_notice_that_it_is_stopped(bench):
-    found = bench("--fault=machine", "--fault=SIGSTOP")["faults"]
-    assert found["machine"]["steps"]["launcher"] > 0 and "no other rank" in found["SIGSTOP"]["reason"]
+def test_a_lost_machine_is_another_start(bench):
+    found = bench("--fault=machine")["faults"]["machine"]
+    assert found["seconds_to_first_iteration"] > found["steps"]["imports"] > 0
+
+
+def test_the_only_rank_cannot_notice_that_it_is_stopped(tmp_path):
+    with pytest.raises(UserError, match="SIGSTOP: another rank must notice it"):
+        recovery.main(["config/quickstart.py", "--fault=SIGSTOP", f"--output={tmp_path}"])

@@ -118,6 +118,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         reason = self._cause(NEWS_TIMEOUT_S) if error and is_lost_contact(error) else None
+        if reason and self.liveness.is_first_here():  # torchrun may end this process while end_with() waits
+            print_last(f"error: {reason}")
         if error and not reason:
             first_line = redact(str(error)).strip().split("\n")[0]
             self.liveness.met.wait(MEET_TIMEOUT_S if self.liveness.size > 1 else 0)

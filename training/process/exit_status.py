@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class OtherRankFailed(RunError):
-    """A collective failed because of another rank. That rank reports the reason itself."""
+    """A collective failed because of another rank. The watchdog has printed the reason, once a machine."""
 
 
 # --- errors ---
@@ -67,7 +67,7 @@ def end_with(error: BaseException) -> int:
         time.sleep(JOINED_S if is_cause and dist.is_initialized() else RANK_0_SPEAKS_FIRST_S)
     if status == USER_ERROR:
         tell_launcher(message)
-    if rank == 0 or status != INTERRUPTED:
+    if is_cause and (rank == 0 or status != INTERRUPTED):
         print_last(message)
     if world_size > 1:
         leave_now(status)

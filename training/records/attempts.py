@@ -8,11 +8,9 @@ was ever interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -163,31 +161,19 @@ def carry_over(record: dict | None, start: int) -> dict:
 
 
 def recovery(record: dict, start: int) -> dict:
-    """What the end of the attempt in `record` cost a run that goes on from iteration `start`: the time of its
-    last row, the iterations and seconds of its rows that are made again, and seconds_to_first_row, which
-    first_row() fills in. Not known: what was made after the last row, and when in that interval it failed."""
-    attempts, last_row_time, iterations, seconds = _attempts(record), None, 0, 0.0
-    first = attempts[-1].get("start_iter")
-    end = first if _is_count(first) else 0
-    for row in record["training_iterations"]:
-        if row["attempt"] == len(attempts):
-            again, end = max(row["iter"] + 1 - max(end, start), 0), row["iter"] + 1
-            iterations, seconds = iterations + again, seconds + again * _number(row.get("time_ms")) / 1000
-            last_row_time = row.get("time")
-    made = {"iterations_repeated": iterations, "seconds_repeated": seconds}
-    return {"last_row_time": last_row_time, "seconds_to_first_row": None, **made}
-
-
-def _number(value: object) -> float:
-    return value if type(value) in (int, float) else 0.0  # type: ignore[return-value]
-
-
-def first_row(recovery: dict | None, now: datetime) -> None:
-    """Notes that the first row of this attempt is there."""
-    if recovery and recovery["last_row_time"] and recovery["seconds_to_first_row"] is None:
-        with contextlib.suppress(TypeError, ValueError):  # no time that a run writes
-            last = datetime.fromisoformat(recovery["last_row_time"])
-            recovery["seconds_to_first_row"] = now.timestamp() - last.timestamp()
+    """What the end of the attempt in `record` cost a run that goes on from iteration `start`: the iterations
+    and seconds up to its last row that are made again, and from that row the seconds until the first of this
+    run, which is not there yet. What the attempt made after its last row is not known."""
+    attempt, iterations, seconds = len(_attempts(record)), 0, 0.0
+    rows = [row for row in record["training_iterations"] if row["attempt"] == attempt]
+    for before, row in zip([{"iter": row["iter"] - 1} for row in rows[:1]] + rows, rows, strict=False):
+        again = max(row["iter"] - max(before["iter"], start - 1), 0)
+        milliseconds = row.get("time_ms")  # per iteration
+        iterations += again
+        seconds += again * milliseconds / 1000 if type(milliseconds) in (int, float) else 0
+    last = rows[-1].get("time") if rows else None
+    costs = {"iterations_repeated": iterations, "seconds_repeated": seconds}
+    return {"last_row_time": last, "seconds_to_first_row": None, **costs}
 
 
 def _attempts(record: dict) -> list[dict]:

@@ -31,15 +31,7 @@ from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
-from training.records.attempts import (
-    SECTIONS,
-    carry_over,
-    find_history,
-    first_row,
-    journal_path,
-    plain,
-    recovery,
-)
+from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain, recovery
 from training.records.follower import Follower
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
@@ -123,9 +115,12 @@ class RunRecord:
         return [row for row in self.content["training_iterations"] if row["attempt"] == self.attempt]
 
     def add_iteration(self, row: dict) -> None:
-        mfu, memory, now = row["mfu"], row["memory"], datetime.now().astimezone()
-        first_row(self.this_attempt["recovery"], now)
-        self._add("training_iterations", {**row, "time": now.isoformat(timespec="milliseconds")})
+        mfu, memory, row = row["mfu"], row["memory"], {**row, "time": _now("milliseconds")}
+        if (cost := self.this_attempt["recovery"]) and cost["seconds_to_first_row"] is None:
+            with contextlib.suppress(TypeError, ValueError):  # earlier versions wrote no time
+                last, now = map(datetime.fromisoformat, (cost["last_row_time"], row["time"]))
+                cost["seconds_to_first_row"] = (now - last).total_seconds()
+        self._add("training_iterations", row)
         if mfu is None or not math.isfinite(row["loss"]):
             return  # one-line scripts calculate with what is in training_progress: no null
         flat = {
@@ -294,5 +289,5 @@ def _replace(path: Path, text: Iterator[str]) -> None:
     sync_folder(path.parent)  # before the journal is emptied, which holds what the old file lacks
 
 
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+def _now(unit: str = "seconds") -> str:
+    return datetime.now().astimezone().isoformat(timespec=unit)
