@@ -103,15 +103,10 @@ def make_dataset(
     store: Disk | Hub = ON_DISK,
 ) -> None:
     """Calls prepare() with these options, and prints a report."""
-    meta = prepare(
-        files,
-        args.output,
-        tokenizer,
-        settings,
-        source,
-        make_job(args),
-        args.max_tokens,
-        store=store,
-    )
+    job, folder = make_job(args), args.output
+    try:
+        meta = prepare(files, folder, tokenizer, settings, source, job, args.max_tokens, store=store)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("what is complete is kept: the same command goes on") from None
     print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")
     report(meta, args.output, config)

@@ -27,7 +27,6 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(tokenizer_name: str, tokens: Synchronized, store: Disk | Hub, fast: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to all; the parent ends them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
@@ -73,7 +72,10 @@ def run_units(
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokens, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
         try:
+            # Ctrl-C in a terminal goes to all, and the parent ends the workers: they begin with it blocked
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             sizes = {pool.submit(_work, u, folder, settings, max_bad): u.size(store.size) for u in units}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             waiting = set(sizes)
             while waiting:
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -86,7 +88,7 @@ def run_units(
             for worker in multiprocessing.active_children():  # a unit may take minutes; none is half there
                 worker.kill()
             pool.shutdown(wait=False, cancel_futures=True)
-            raise KeyboardInterrupt("what is complete is kept: the same command goes on") from None
+            raise
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -308,3 +308,36 @@ def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(atte
     lost = "2 rows and events are lost, as run_.*jsonl could not be written either"
     with pytest.raises(RunError, match=lost):
         content.finish("completed", {})
+
+
+# --- what a fault cost ---
+
+
+def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
+    first = attempt(1)
+    for i in (0, 10, 20, 30):  # log_interval=10
+        first.add_iteration(row(i))
+    second = attempt(2, first.path.stem, start=15)
+    found = second.content["attempts"][1]["recovery"]
+    assert (found["iterations_repeated"], found["seconds_to_first_row"]) == (16, None)
+    assert found["seconds_repeated"] == pytest.approx(16 * 0.005)
+    assert found["last_row_time"] == first.content["training_iterations"][-1]["time"]
+    second.add_iteration(row(15))
+    seconds = found["seconds_to_first_row"]
+    assert 0 <= seconds < 60
+    second.add_iteration(row(20))
+    assert found["seconds_to_first_row"] == seconds and "recovery" in read(first.path)["attempts"][0]
+
+
+@pytest.mark.parametrize("value", [None, 5, "yesterday", "2026-01-01T00:00:00"])
+@pytest.mark.parametrize("key", ["time", "time_ms"])
+def test_a_time_that_no_run_writes_ends_nothing(attempt, key, value):
+    first = attempt(1)
+    first.add_iteration(row(0))
+    first.content["training_iterations"][0][key] = value
+    first.save(at_once=True)
+    second = attempt(2, first.path.stem, start=0)
+    second.add_iteration(row(0))
+    found = second.content["attempts"][1]["recovery"]
+    assert found["iterations_repeated"] == 1
+    assert found["seconds_to_first_row"] is None if key == "time" else 0 <= found["seconds_repeated"] < 1

@@ -11,7 +11,7 @@ import pytest
 from support.faults import saved_steps
 from torch._C import _distributed_c10d as c10d
 
-from training.faults import watchdog
+from training.faults import traces
 from training.process.console import _LogFile
 from training.process.world import _record_collectives
 from training.records import run_record
@@ -89,8 +89,8 @@ def test_a_lock_that_is_a_pipe_is_refused(run, config, out, capfd):
 
 def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeypatch):
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
-    monkeypatch.setattr(watchdog.torch.cuda, "is_available", lambda: True)
-    for name, write in (("stacks", watchdog._write_stacks), ("recorder", watchdog._write_collectives)):
+    monkeypatch.setattr(traces.torch.cuda, "is_available", lambda: True)
+    for name, write in (("stacks", traces.write_stacks), ("recorder", traces.write_collectives)):
         plant(out / name)
         write(out / name)
         assert (out / name).stat().st_size > 4

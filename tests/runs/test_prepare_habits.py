@@ -62,28 +62,53 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-@pytest.mark.parametrize("moment", [pytest.param("workers start", marks=pytest.mark.slow), "units are made"])
+# Python runs this when it starts: the second worker is still importing modules while the first one works.
+SLOW_START = """
+import os, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    try:
+        os.close(os.open({once!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("workers start", marks=pytest.mark.slow),
+        "units are made",
+        "units are made, a worker starts",
+    ],
+)
 def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path, moment):
     (tmp_path / "in").mkdir()
     for number in range(40):
         texts = [f"{number} {line} some text " * 60 for line in range(60)]
         write_jsonl(tmp_path / f"in/{number:02}.jsonl", texts)
     command = ["--input", tmp_path / "in", "--tokenizer", small_bpe(tmp_path / "bpe"), "--workers", 2]
-    out = tmp_path / "out"
+    out, environment = tmp_path / "out", dict(ENVIRONMENT)
+    if "a worker" in moment:
+        (tmp_path / "sitecustomize.py").write_text(SLOW_START.format(once=str(tmp_path / "once")))
+        environment["PYTHONPATH"] = str(tmp_path)
     process = subprocess.Popen(
         [sys.executable, "data/text/prepare.py", *map(str, command), "--output", str(out)],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     deadline = time.monotonic() + 60
-    while len(list(out.glob("units/*")) if moment == "units are made" else processes_of(process.pid)) < 4:
+    while len(list(out.glob("units/*")) if "units" in moment else processes_of(process.pid)) < 4:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
     time.sleep(0.1 if moment == "workers start" else 0)  # they are importing modules then
+    if "a worker" in moment:  # on a busy machine, it may have the signal long before the parent reacts
+        for worker in set(processes_of(process.pid)) - {process.pid}:
+            os.kill(worker, signal.SIGINT)
+        time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to all workers
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr

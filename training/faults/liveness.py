@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -147,6 +148,13 @@ class Liveness:
     def publish(self, ticks: int, iteration: int, phase: str) -> None:
         """Writes this rank's progress. `ticks` grows as long as the process is alive."""
         self._try(lambda store: store.set(f"progress/{self.rank}", f"{ticks} {iteration} {phase}"))
+
+    def continue_stopped(self) -> None:
+        """Wakes those processes of this machine that SIGSTOP has stopped, so that they learn that the run
+        ends: torchrun would wait 30 s before it kills them. Others do not notice the signal."""
+        for rank in self._here():
+            with contextlib.suppress(OSError):
+                os.kill(self.processes[rank].pid, signal.SIGCONT)
 
     # --- before all have joined ---
 

@@ -17,7 +17,6 @@ it writes through within(), and an error of its own ends the run.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import re
@@ -32,13 +31,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from common.durable_file import create
 from training.configuration.keys import TrainConfig
 from training.faults.consensus import Consensus
 from training.faults.liveness import MEET_TIMEOUT_S, WAITING, Liveness, where
+from training.faults.traces import write_collectives, write_stacks
 from training.process.console import write_to_log_file
 from training.process.exit_status import (
     FAILED,
@@ -120,6 +118,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         reason = self._cause(NEWS_TIMEOUT_S) if error and is_lost_contact(error) else None
+        if reason and self.liveness.is_first_here():  # torchrun may end this process while end_with() waits
+            print_last(f"error: {reason}")
         if error and not reason:
             first_line = redact(str(error)).strip().split("\n")[0]
             self.liveness.met.wait(MEET_TIMEOUT_S if self.liveness.size > 1 else 0)
@@ -214,7 +214,7 @@ class Watchdog:
                 for number in self.inbox.recv(64):
                     self._handle_signal(number)
             now = time.monotonic()
-            if now - last < TICK_S:
+            if now - last < TICK_S and not (ready and self.stop_asked_at):  # a rank may have ended
                 continue
             # a process that was suspended, perhaps with all others, has not stalled in that time
             self.stalled_seconds += min(now - last, 2 * TICK_S)
@@ -287,24 +287,35 @@ class Watchdog:
             behind = within(WHO_TIMEOUT_S, self.liveness.who_is_behind, ticks, self.iteration, self.phase)
             place = behind or f"rank {rank} waits {place}"
         out_dir = Path(self.config.out_dir)
-        within(SHUTDOWN_TIMEOUT_S, _write_stacks, out_dir / f"hang_stacks_rank_{rank}.txt")
-        within(SHUTDOWN_TIMEOUT_S, _write_collectives, out_dir / f"{FLIGHT_RECORDER}{rank}")
+        within(SHUTDOWN_TIMEOUT_S, write_stacks, out_dir / f"hang_stacks_rank_{rank}.txt")
+        within(SHUTDOWN_TIMEOUT_S, write_collectives, out_dir / f"{FLIGHT_RECORDER}{rank}")
         key = "start_timeout_minutes" if self.patient else "timeout_minutes"
         what = f"no progress for {60 * minutes:.0f} s ({key})"
         files = f"what each live rank was doing is in {out_dir}/hang_stacks_rank_*.txt"
         reason = f"{what}: {place}; {files}"
-        self._leave(reason, is_cause=self.liveness.end_all(reason) == reason)
+        is_cause = self.liveness.end_all(reason) == reason
+        self.liveness.continue_stopped()
+        self._leave(reason, is_cause)
 
     def _leave(self, reason: str, is_cause: bool = False) -> None:
         """Ends this process because of another one, unless the main thread has an error of its own."""
         if is_cause:
             tell_launcher(reason)
-        elif self.closed.wait(CAUSE_FIRST_S):
+        elif self._main_thread_fails():
             return
         if is_cause or self.liveness.is_first_here():
             print_last(f"error: {reason}")
         within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"error: {reason}")
         self._leave_with("failed", FAILED)
+
+    def _main_thread_fails(self) -> bool:
+        """Whether the main thread ends this process by an error of its own; waits CAUSE_FIRST_S for that. Not
+        after a SIGTERM: torchrun has seen which rank failed first, and now waits for this one."""
+        until = time.monotonic() + CAUSE_FIRST_S
+        while not (self.stop_asked_at or self.closed.is_set()) and (left := until - time.monotonic()) > 0:
+            if select.select([self.inbox], [], [], left)[0] and signal.SIGTERM in self.inbox.recv(64):
+                break
+        return self.closed.is_set()
 
     def _end_unsupervised_run(self, error: BaseException) -> None:
         """Ends this process because of an error in the watchdog itself."""
@@ -332,19 +343,3 @@ class Watchdog:
 def is_lost_contact(error: BaseException) -> bool:
     """Whether a collective raises such an error when another rank no longer answers."""
     return isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)) is not None
-
-
-def _write_stacks(path: Path) -> None:
-    with create(path) as file:
-        faulthandler.dump_traceback(file)
-
-
-def _write_collectives(path: Path) -> None:
-    """Writes NCCL's flight recorder, even if NCCL itself has not noticed a timeout."""
-    if not torch.cuda.is_available():
-        return
-    from torch._C import _distributed_c10d as c10d
-
-    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace")  # noqa: B009 - torch declares neither
-    with create(path) as file:
-        file.write(dump())

@@ -36,13 +36,14 @@ from training.process.world import World
 # Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
+JOINED_S = 0.5  # the same once all have joined, as they are in the same iteration then
 WRITE_TIMEOUT_S = 2.0  # for one of the last writes: a pipe or a file system may never take it
 
 Result = TypeVar("Result")
 
 
 class OtherRankFailed(RunError):
-    """A collective failed because of another rank. That rank reports the reason itself."""
+    """A collective failed because of another rank. The watchdog has printed the reason, once a machine."""
 
 
 # --- errors ---
@@ -62,10 +63,11 @@ def end_with(error: BaseException) -> int:
     if status == FAILED and is_cause:
         tell_launcher(message)
     if rank != 0 or not is_cause:
-        time.sleep(RANK_0_SPEAKS_FIRST_S)  # torchrun may end this process in this time
+        # torchrun may end this process in this time
+        time.sleep(JOINED_S if is_cause and dist.is_initialized() else RANK_0_SPEAKS_FIRST_S)
     if status == USER_ERROR:
         tell_launcher(message)
-    if rank == 0 or status != INTERRUPTED:
+    if is_cause and (rank == 0 or status != INTERRUPTED):
         print_last(message)
     if world_size > 1:
         leave_now(status)

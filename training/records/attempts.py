@@ -181,6 +181,22 @@ def carry_over(record: dict | None, start: int) -> dict:
     return {**carried, "superseded": superseded, "attempts": _attempts(record)}
 
 
+def recovery(record: dict, start: int) -> dict:
+    """What the end of the attempt in `record` cost a run that goes on from iteration `start`: the iterations
+    and seconds up to its last row that are made again, and from that row the seconds until the first of this
+    run, which is not there yet. What the attempt made after its last row is not known."""
+    attempt, iterations, seconds = len(_attempts(record)), 0, 0.0
+    rows = [row for row in record["training_iterations"] if row["attempt"] == attempt]
+    for before, row in zip([{"iter": row["iter"] - 1} for row in rows[:1]] + rows, rows, strict=False):
+        again = max(row["iter"] - max(before["iter"], start - 1), 0)
+        milliseconds = row.get("time_ms")  # per iteration
+        iterations += again
+        seconds += again * milliseconds / 1000 if type(milliseconds) in (int, float) else 0
+    last = rows[-1].get("time") if rows else None
+    costs = {"iterations_repeated": iterations, "seconds_repeated": seconds}
+    return {"last_row_time": last, "seconds_to_first_row": None, **costs}
+
+
 def _attempts(record: dict) -> list[dict]:
     """The attempts in a record. A record of an earlier version of this code is one attempt."""
     keys = ("run_name", "start_time", "end_time", "status")

@@ -31,7 +31,7 @@ from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, from_rank_0
-from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
+from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain, recovery
 from training.records.follower import Follower
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
@@ -91,6 +91,7 @@ class RunRecord:
             "start_iter": start,
             "resumed_from": startup_info.get("resumed_from"),
             "restarts": (startup_info.get("launch") or {}).get("restarts", 0),
+            "recovery": recovery(history, start) if history else None,
         }
         self.content = {
             **{name: self.this_attempt[name] for name in ("run_name", "start_time", "end_time", "status")},
@@ -118,7 +119,11 @@ class RunRecord:
         return [json.loads(line) for line in self.content["training_iterations"].lines[self.carried :]]
 
     def add_iteration(self, row: dict) -> None:
-        mfu, memory = row["mfu"], row["memory"]
+        mfu, memory, row = row["mfu"], row["memory"], {**row, "time": _now("milliseconds")}
+        if (cost := self.this_attempt["recovery"]) and cost["seconds_to_first_row"] is None:
+            with contextlib.suppress(TypeError, ValueError):  # earlier versions wrote no time
+                last, now = map(datetime.fromisoformat, (cost["last_row_time"], row["time"]))
+                cost["seconds_to_first_row"] = (now - last).total_seconds()
         self._add("training_iterations", row)
         if mfu is None or not math.isfinite(row["loss"]):
             return  # one-line scripts calculate with what is in training_progress: no null
@@ -306,5 +311,5 @@ def _replace(path: Path, text: Iterator[bytes]) -> None:
     sync_folder(path.parent)  # before the journal is emptied, which holds what the old file lacks
 
 
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+def _now(unit: str = "seconds") -> str:
+    return datetime.now().astimezone().isoformat(timespec=unit)
