@@ -204,7 +204,8 @@ def lines_of(content: dict[str, Any]) -> list[str]:
     return [*heading(content, f"recovery, processes: {content['processes']}"), "", *table]
 
 
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(this program's options, the flags of train.py)."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.recovery", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -219,6 +220,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(rest)
     if options.processes == 1 and "SIGSTOP" in (options.fault or []):
         raise UserError("--fault=SIGSTOP: another rank must notice it; add --processes=2")
+    return options, flags
+
+
+def main(argv: list[str]) -> int:
+    options, flags = parse(argv)
     folder, processes = new_folder(options.output, "recovery"), options.processes
     run = [from_root(Path(options.config)), *DEFAULTS, *flags]
     content = {**about_this("bench.recovery", argv), "processes": processes, "faults": {}}

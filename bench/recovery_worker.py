@@ -1,8 +1,7 @@
 """One rank of bench.recovery: train.py, which notes in a file when each step of its start was done.
 
-    python bench/recovery_worker.py MARKS CONFIG [--key=value ...]
-
-MARKS gets a line of JSON for each mark. SIGUSR2 asks for an error, which comes after the next log row.
+bench/recovery.py starts it under torchrun with MARKS CONFIG [--key=value ...]. MARKS gets a line of JSON for
+each mark. SIGUSR2 asks for an error, which comes after the next log row.
 """
 
 from __future__ import annotations

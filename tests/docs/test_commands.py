@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, precision, throughput, time_to_loss
+from bench import peer, precision, recovery, throughput, time_to_loss
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -248,6 +248,9 @@ def check_benchmark(module: str, arguments: list[str], script):
         parsed, overrides = time_to_loss.parse(arguments)
         check_overrides(overrides, time_to_loss.OTHERS)
         assert {*parsed.variants} <= {*time_to_loss.KEYS}
+    elif module == "bench.recovery":
+        parsed, overrides = recovery.parse(arguments)
+        load_config([str(parsed.config), *overrides], parsed.processes)
     elif module == "bench.random_tokens":
         assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX
     elif module == "bench.throughput":
