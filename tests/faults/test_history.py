@@ -334,7 +334,8 @@ def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
 def test_a_time_that_no_run_writes_ends_nothing(attempt, key, value):
     first = attempt(1)
     first.add_iteration(row(0))
-    first.content["training_iterations"][0][key] = value
+    entries = first.content["training_iterations"]
+    entries.lines[0] = json.dumps({**entries[0], key: value}).encode()
     first.save(at_once=True)
     second = attempt(2, first.path.stem, start=0)
     second.add_iteration(row(0))

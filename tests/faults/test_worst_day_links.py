@@ -64,7 +64,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, mon
 def test_a_record_has_a_name_that_no_link_has(run, config, out, plant, monkeypatch):
     now = datetime(2026, 1, 1)
     monkeypatch.setattr(run_record, "datetime", SimpleNamespace(now=lambda: now))
-    monkeypatch.setattr(run_record, "_now", lambda: "")
+    monkeypatch.setattr(run_record, "_now", lambda unit="seconds": now.isoformat())
     for end in (".json", "_2.log", "_3.jsonl"):
         plant(out / f"run_20260101_000000{end}")
         plant(out / f"eval_20260101_000000{end}")

@@ -219,7 +219,7 @@ def test_float16_takes_its_loss_scale_out_of_all_that_is_reported_and_updated(bo
         UpdateGuard, "judge", lambda guard, *values: (judged.append(values), judge(guard, *values))[1]
     )
     rows, tensors, expected_rows, weights, state = both(dtype="float16", grad_clip=0.01)
-    assert [norm.item() for _, norm in judged] == [row["gradients"]["global_norm"] for row in rows]
+    assert [norm.item() for _, norm, *_ in judged] == [row["gradients"]["global_norm"] for row in rows]
     for row, expected in zip(rows, expected_rows, strict=True):
         gradients = row["gradients"]
         loss, norm, mean, deviation = expected

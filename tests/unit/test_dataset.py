@@ -124,7 +124,7 @@ def test_absent_meta_names_the_command_that_makes_it_for_files_of_nanogpt(folder
 def test_removed_command_for_files_of_nanogpt_says_what_to_write():
     command = [sys.executable, "-m", "data.adopt", "data/openwebtext", "--tokenizer=gpt2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "data.adopt was removed" in done.stderr and f"FOLDER/meta.json: {NANOGPT}" in done.stderr
 
 
