@@ -1,5 +1,6 @@
 """What a newcomer meets first: make, --help, Tab, Windows, and a machine without a network."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -17,9 +18,10 @@ from training.configuration.keys import KEYS
 
 
 def make(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["make", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    """As a user's own: the tests may be started by make, whose flags and variables a child would take over."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--no-print-directory", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
 
 
 def test_make_help_lists_every_target():
