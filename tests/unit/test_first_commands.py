@@ -18,7 +18,7 @@ from training.configuration.keys import KEYS
 
 
 def make(*arguments) -> subprocess.CompletedProcess:
-    """As a user's own: the tests may be started by make, whose flags and variables a child would take over."""
+    """As a user's own: the tests may be started by make, whose flags and variables a child takes over."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--no-print-directory", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
