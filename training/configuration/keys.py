@@ -32,15 +32,13 @@ class TrainConfig:
     # --- run ---
     out_dir: str = key("out", "folder of run records, logs and checkpoints")
     max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
-    max_epochs: float | None = key(
-        None, "also end after so many times through the train windows, if max_iters comes later", minimum=0
-    )
+    max_epochs: float | None = key(None, "also end after so many passes through the training data", minimum=0)
     eval_interval: int = key(1000, "iterations between evaluations; also after the last; 0: never", minimum=0)
     eval_iters: int = key(
         100, "batches of eval_batch_size sequences per split, over all GPUs together", minimum=1
     )
     eval_batch_size: int | None = key(
-        None, "None: batch_size, or 16 where that is 'auto'", minimum=1, maximum=BATCH_MAX
+        None, "sequences; None: batch_size, or 16 if that is 'auto'", minimum=1, maximum=BATCH_MAX
     )
     eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
     eval_at_start: bool = key(False, "also evaluate before the first update")
@@ -51,31 +49,31 @@ class TrainConfig:
         None, "also save every N iterations, or after a time: '30m', '2h'; 0: never"
     )
     async_checkpoint: bool = key(True, "save while training continues; needs host memory for a copy")
-    keep_last: int | None = key(
-        2, "how many of the newest checkpoints are kept, besides the best; None: all", minimum=1
-    )
+    keep_last: int | None = key(2, "newest checkpoints to keep, besides the best; None: all", minimum=1)
     init_from: Literal["scratch", "resume", "auto"] = key("scratch", "auto: resume if there is a checkpoint")
     resume_from: str = key("latest", "'latest' (the newest that verifies), 'best' or a name: 'step-00001000'")
     init_weights: str | None = key(
         None, "weights and model keys of a new run: 'hf:FOLDER' or 'hf:OWNER/NAME[@REVISION]' (Hugging Face)"
     )
-    allow_changes: str | None = key(None, "keys that may differ from the checkpoint's: 'seed,batch_size'")
+    allow_changes: str | None = key(None, "keys that a resume may change, such as 'seed,batch_size'")
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
-    log_save_interval: int = key(100, "iterations between writes of the record (1 % of the time)", minimum=1)
-    trackers: str = key("", "where figures also go: 'wandb,tensorboard,trackio' (docs/trackers.md)")
+    log_save_interval: int = key(
+        100, "iterations between writes of the record (at most 1 % of time)", minimum=1
+    )
+    trackers: str = key("", "send figures also to 'wandb,tensorboard,trackio' (docs/trackers.md)")
     wandb_project: str = key("nanomfu", "the project in the trackers")
     wandb_run_name: str | None = key(None, "the name in the trackers; None: the run's own")
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
     dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
-    gpu: str | None = key(None, "of a dry run: the GPU that it answers for, such as 'H100' or 'A100-40GB'")
-    price: float | None = key(None, "of a GPU for an hour; the start-up report has the cost", minimum=0)
+    gpu: str | None = key(None, "GPU that a dry run assumes, such as 'H100' or 'A100-40GB'")
+    price: float | None = key(None, "of one GPU-hour; the start-up report then states the cost", minimum=0)
 
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)
     verify_data: Literal["hash", "size"] = key("hash", "check new files by reading them once, or by size")
     batch_size: int | Literal["auto"] = key(
         12,
-        "sequences per GPU per micro-step; auto: what fits by the estimate of memory",
+        "sequences per GPU per micro-step; auto: the largest that fits, by the memory estimate",
         minimum=1,
         maximum=BATCH_MAX,
     )
@@ -87,7 +85,7 @@ class TrainConfig:
     )
     tokens_per_iter: int | None = key(
         None,
-        "tokens of one update over all GPUs, which 'auto' reaches exactly; set aside if neither is 'auto'",
+        "tokens per update over all GPUs, which 'auto' reaches exactly; ignored if neither is 'auto'",
         minimum=1,
         guarded=True,
     )
@@ -139,15 +137,15 @@ class TrainConfig:
 
     # --- feed-forward ---
     ffn_backend: Literal["torch", "quack"] = key(
-        "torch", "matmuls beside the activation; quack: together with it, on Hopper, in bfloat16"
+        "torch", "quack: matmul and activation in one kernel, on Hopper, in bfloat16"
     )
 
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = key(
-        "adamw", "muon: of the matrices in blocks; AdamW for the rest (docs/time_to_loss.md)", guarded=True
+        "adamw", "muon: for matrices in blocks; AdamW for the rest (docs/time_to_loss.md)", guarded=True
     )
     muon_momentum: float = key(0.95, "Muon's Nesterov momentum, in [0, 1)", guarded=True)
-    loss_targets: str = key("", "held-out losses whose time is stated, such as '3.5,3.28'")
+    loss_targets: str = key("", "held-out losses; the run states when it reaches each: '3.5,3.28'")
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
@@ -155,7 +153,7 @@ class TrainConfig:
     )
     warmup_iters: int | None = key(
         None,
-        "iterations of linear warm-up; 0: none; None: 2,000 or a tenth of lr_decay_iters, whichever is less",
+        "iterations of linear warm-up; 0: none; None: a tenth of lr_decay_iters, at most 2,000",
         minimum=0,
         guarded=True,
     )
@@ -186,33 +184,37 @@ class TrainConfig:
 
     # --- system ---
     device: Literal["cuda", "cpu"] = key("cuda", "where to train")
-    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "compute; float16 scales the loss")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "computation; float16 scales the loss")
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
     gradient_dtype: Literal["float32", "bfloat16"] = key("float32", "sums of gradients over micro-steps")
     weight_rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 weights and moments")
     low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
     )
-    low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "also the head?", guarded=True)
+    low_precision_scope: Literal["layers", "layers_and_head"] = key(
+        "layers", "layers_and_head: quantize the output head, too", guarded=True
+    )
     low_precision_skip_first: int = key(0, "first blocks that stay in bfloat16", minimum=0, guarded=True)
     low_precision_skip_last: int = key(0, "last blocks that stay in bfloat16", minimum=0, guarded=True)
     fp8_gradients: Literal["e5m2", "e4m3"] = key(
-        "e5m2", "numbers of gradients in fp8; those of the logits are always e5m2", guarded=True
+        "e5m2", "format of gradients in fp8; those of the logits are always e5m2", guarded=True
     )
     amax_history: int = key(1024, "micro-steps that fp8_delayed looks back", minimum=1, guarded=True)
-    amax_algorithm: Literal["max", "most_recent"] = key("max", "of the magnitudes there", guarded=True)
+    amax_algorithm: Literal["max", "most_recent"] = key(
+        "max", "which magnitude of the history sets the scale", guarded=True
+    )
     compile: bool = key(True, "use torch.compile")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it (docs/tuning.md)")
     loss_chunks: int | Literal["auto"] = key(
         AUTO,
-        "compute logits and loss in so many parts; auto: as few as fit by the estimate of memory",
+        "compute logits and loss in so many parts; auto: as few as fit, by the memory estimate",
         minimum=1,
         maximum=BATCH_MAX,
     )
     activation_checkpointing: Literal["none", "memory_bound", "attention", "selective", "full"] = key(
         "none",
-        "made again in the backward; KB saved a token and layer of Qwen3 1.8B (72): memory_bound 27: norms, "
-        "SwiGLU, q, k; attention 31; selective 34: every 2nd block; full 64: all",
+        "what the backward computes again; memory_bound: norms, SwiGLU, q, k; attention: that and attention; "
+        "selective: every 2nd block; full: all (docs/tuning.md)",
     )
     use_zero1: bool = key(False, "shard the optimizer state over the processes")
     use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
