@@ -57,9 +57,7 @@ class TrainConfig:
     )
     allow_changes: str | None = key(None, "keys that a resume may change, such as 'seed,batch_size'")
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
-    log_save_interval: int = key(
-        100, "iterations between writes of the record (at most 1 % of time)", minimum=1
-    )
+    log_save_interval: int = key(100, "iterations between record writes (at most 1 % of the time)", minimum=1)
     trackers: str = key("", "send figures also to 'wandb,tensorboard,trackio' (docs/trackers.md)")
     wandb_project: str = key("nanomfu", "the project in the trackers")
     wandb_run_name: str | None = key(None, "the name in the trackers; None: the run's own")
@@ -191,18 +189,14 @@ class TrainConfig:
     low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
     )
-    low_precision_scope: Literal["layers", "layers_and_head"] = key(
-        "layers", "layers_and_head: quantize the output head, too", guarded=True
-    )
+    low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "what it covers", guarded=True)
     low_precision_skip_first: int = key(0, "first blocks that stay in bfloat16", minimum=0, guarded=True)
     low_precision_skip_last: int = key(0, "last blocks that stay in bfloat16", minimum=0, guarded=True)
     fp8_gradients: Literal["e5m2", "e4m3"] = key(
         "e5m2", "format of gradients in fp8; those of the logits are always e5m2", guarded=True
     )
-    amax_history: int = key(1024, "micro-steps that fp8_delayed looks back", minimum=1, guarded=True)
-    amax_algorithm: Literal["max", "most_recent"] = key(
-        "max", "which magnitude of the history sets the scale", guarded=True
-    )
+    amax_history: int = key(1024, "micro-steps whose magnitudes fp8_delayed keeps", minimum=1, guarded=True)
+    amax_algorithm: Literal["max", "most_recent"] = key("max", "which of them sets the scale", guarded=True)
     compile: bool = key(True, "use torch.compile")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it (docs/tuning.md)")
     loss_chunks: int | Literal["auto"] = key(
