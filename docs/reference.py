@@ -33,7 +33,7 @@ train.py sets these, unless you do:
 - `TORCH_FR_DUMP_TEMP_FILE` (earlier `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`): where the flight recorder is written
 - `TORCH_NCCL_DUMP_ON_TIMEOUT`: 1, so that it is written
 
-Other commands:
+Other variables:
 
 - `CUDA_VISIBLE_DEVICES`: the GPUs that torch uses; empty: none
 - `TIKTOKEN_CACHE_DIR`: where tiktoken looks before it downloads
