@@ -125,8 +125,8 @@ class Broken:
     def pageable_copy(step, parts):
         """A number from pageable host memory, which the device must have taken before Python goes on."""
 
-        def broken(x, y, rate, with_sum=False):
-            return step(x, y, rate * torch.tensor(1.0).to(x.device), with_sum)
+        def broken(x, y, rate, *flags):
+            return step(x, y, rate * torch.tensor(1.0).to(x.device), *flags)
 
         return broken
 
@@ -147,8 +147,8 @@ class Broken:
         so the first replay is right."""
         held = [torch.ones((), device="cuda")]
 
-        def broken(x, y, rate, with_sum=False):
-            result = step(x, y, rate * held[0], with_sum)
+        def broken(x, y, rate, *flags):
+            result = step(x, y, rate * held[0], *flags)
             held[0] = 1.5 - held[0]
             return result
 

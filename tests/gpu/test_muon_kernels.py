@@ -105,7 +105,8 @@ def test_replays_of_a_captured_update_have_the_bits_of_the_eager_step(dataset):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ddp_zero1_and_fsdp_make_the_same_weights_on_two_gpus(tmp_path, dataset):
-    keys = {**TINY, **ON_GPU, "optimizer": "muon", "max_iters": 6, "dataset": str(dataset)}
+    """Without clipping: on a GPU the gradient's norm depends in its last bit on the order of the parts."""
+    keys = {**TINY, **ON_GPU, "optimizer": "muon", "max_iters": 6, "dataset": str(dataset), "grad_clip": 0}
     write_config(tmp_path / "run.py", **keys)
     flags = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
     commands = [[tmp_path / "run.py", f"--out_dir={tmp_path / name}", *more] for name, more in flags.items()]

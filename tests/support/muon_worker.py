@@ -1,4 +1,4 @@
-"""Run by test_strategies.py under torchrun: every strategy makes Muon's updates from the same gradients, and
+"""Run by tests under torchrun: every strategy makes Muon's updates from the same gradients, and
 each rank compares its rows with those that it computes alone, bit for bit. Exits with 0 if all agree.
 
     muon_worker.py CONFIG [--KEY=VALUE ...]
@@ -26,16 +26,17 @@ UPDATES = 3
 def updated(settings: list[str], world: World) -> dict[str, tuple[int, torch.Tensor]]:
     """Name of a weight -> index of this rank's first element, and its part after some updates."""
     config = load_config(settings, world.size)
-    model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=5)
+    model = model_builder.build_model(config.model_config()).init_weights(world.device, seed=5)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
-    optimizer.grad_scale, optimizer.found_inf = torch.full((), 2.0), torch.zeros(())
+    scale, zero, rate = (torch.full((), value, device=world.device) for value in (2.0, 0.0, 0.02))
+    optimizer.grad_scale, optimizer.found_inf = scale, zero
     for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.02)
+        group["lr"] = rate
     for i in range(UPDATES):
         for number, shard in enumerate(strategy.shards):
             generator = torch.Generator().manual_seed(100 * i + number)
-            whole = torch.randn(shard.parameter.shape, generator=generator)
+            whole = torch.randn(shard.parameter.shape, generator=generator).to(world.device)
             mine = whole.view(-1)[shard.start : shard.start + shard.local.numel()].view_as(shard.local)
             shard.local.grad = mine.to(shard.local.dtype)
         optimizer.step()
