@@ -72,17 +72,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", type=user_path, help="name of a folder in data/, or a path")
-    parser.add_argument(
-        "--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)"
-    )
-    parser.add_argument(
-        "--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0, 2**64 - 1), default=None, help="for the same places again"
-    )
-    parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
+    add = parser.add_argument
+    add("dataset", type=user_path, help="name of a folder in data/, or a path")
+    add("--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)")
+    add("--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)")
+    add("--seed", type=whole_number(0, 2**64 - 1), help="for the same places again")
+    add("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)
     meta = read_meta(folder)
