@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import is_old_seal
 from common.text import one_line
+from common import units
 from common.time_to_loss import Progress
 from plots.record_values import as_dict, as_float, dicts
 
@@ -122,10 +123,14 @@ class Run:
     @property
     def peak(self) -> str:
         """'989.4 TFLOPS per GPU'; 'measured' if it was timed on the machine, where the next start may find
-        half as much if it is a CPU."""
+        half as much if it is a CPU, as in '229.7 GFLOPS, measured'."""
         kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
         kind += ", measured" * bool(as_dict(self.hardware.get("peak")).get("measured"))
-        return f"{self.peak_tflops_per_gpu:,.6g} TFLOPS per GPU{kind}" if self.peak_tflops_per_gpu else ""
+        if not (tflops := self.peak_tflops_per_gpu):
+            return ""
+        if self.config.get("device") == "cpu":
+            return f"{units.flops(tflops * 1e12)}LOPS{kind}"
+        return f"{tflops:,.6g} TFLOPS per GPU{kind}"
 
     @property
     def tokens_per_iter(self) -> float | None:
