@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from common import units
 from common.arguments import matching_files
 from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import is_old_seal
 from common.text import one_line
-from common import units
 from common.time_to_loss import Progress
 from plots.record_values import as_dict, as_float, dicts
 

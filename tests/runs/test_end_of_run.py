@@ -183,6 +183,22 @@ def test_a_run_ends_with_its_summary_in_five_lines(start, tmp_path, capfd):
     assert (ROOT / script).is_file() and path == str(next((tmp_path / "out").glob("run_*.json")))
 
 
+def test_a_run_that_a_signal_ends_counts_iterations_that_have_no_row(start, tmp_path, capfd, monkeypatch):
+    evaluate = EvaluateAndSave.evaluate
+
+    def stopped(self, iteration, learning_rate):
+        if iteration == 4:
+            self.watchdog._handle_signal(signal.SIGTERM)
+        return evaluate(self, iteration, learning_rate)
+
+    monkeypatch.setattr(EvaluateAndSave, "evaluate", stopped)
+    start("--eval_interval=4", "--log_interval=100", "--max_iters=200")
+    found, record = summary(capfd.readouterr().out), last_run(tmp_path / "out")
+    done = record["checkpoints"][-1]["iter"]
+    assert done > record["training_iterations"][-1]["iter"] + 1
+    assert f" for {done} iterations; " in found["Time"]
+
+
 def test_the_command_that_resumes_trains_as_far_again(start, run, tmp_path, capfd):
     assert start("--max_iters", "3") == 0
     python, script, *arguments = shlex.split(summary(capfd.readouterr().out)["To resume"])

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.helpers import ROOT, TINY
+from support.helpers import ROOT, TINY, unfolded
 
 from common.errors import UserError
 from docs import your_gpu
@@ -24,7 +24,7 @@ QWEN3, H100 = str(ROOT / "config/full_qwen3_1.8b_optimal.py"), "NVIDIA H100 80GB
 def said(world_size: int = 1, *flags: str) -> dict[str, str]:
     """{name: text} of the lines of a dry run."""
     lines = dry_run(load_config([QWEN3, "--dry_run=True", *flags], world_size), world_size)
-    lines = re.sub(r"\n {29}", " ", "\n".join(lines)).splitlines()  # rows that were folded
+    lines = unfolded("\n".join(lines)).splitlines()
     return dict(re.split(r": +", line.strip(), maxsplit=1) for line in lines if re.search(r": +\S", line))
 
 
@@ -96,7 +96,9 @@ def test_a_resume_counts_the_iterations_that_are_left():
         "hardware": {"peak": {"tflops_per_gpu": 0.1, "sparse": False}, "num_gpus": 1, "gpu_name": "a CPU"}
     }
     info |= {"flops": count_flops(config), "tokens_per_iter": 128, "model": {"total_params": 1}}
-    assert "60 iterations at" in expected_rows(config, info, 40)[0][1]
+    info["micro_batch"] = {"needed_gib": 2.0, "available_gib": 1.0}
+    said = expected_rows(config, info, 40)[0][1]
+    assert "60 iterations at" in said and said.endswith("by the estimate it does not fit")
     assert expected_rows(config, info, 100) == []
 
 

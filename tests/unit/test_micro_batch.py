@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.helpers import ROOT, STATED
+from support.helpers import ROOT, STATED, unfolded
 
 from common.errors import UserError
 from training import dry_run
@@ -194,7 +194,7 @@ def answer(flops, monkeypatch):
 
     def answer(*flags: str, processes: int = 1) -> str:
         config = full(QWEN, "--dry_run=True", *flags, processes=processes)
-        return re.sub(r"\n {29}", " ", "\n".join(dry_run.dry_run(config, processes)))  # rows are folded
+        return unfolded("\n".join(dry_run.dry_run(config, processes)))
 
     return answer
 
@@ -212,6 +212,7 @@ def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
 def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
     text = answer("--gpu=A100-40GB", *STATED)
     assert re.search(r"Fits: +no, [\d.]+ GiB \(\d+ %\) is missing", text)
+    assert "(auto: the smallest, and it does not fit)" in answer("--gpu=RTX-4090")
     lines = re.findall(r"^  (\d GPUs?): (.*) \((\d+) x 2048 tokens, ([\d.]+) GiB\)$", text, re.M)
     assert {gpus for gpus, *_ in lines} == {"1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"}
     for gpus, flags, batch_size, gib in lines:

@@ -13,9 +13,9 @@ from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.peaks import FORMATS
+from training.memory.micro_batch import MOST_TOKENS
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
-from training.memory.micro_batch import MOST_TOKENS
 from training.process.memory import GB
 from training.records.expected_time import expected_rows
 from training.records.machine import machine_lines, speed_line
