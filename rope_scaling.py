@@ -111,8 +111,7 @@ class YarnScaling(RopeScaling):
     length stay, those that turn less than beta_slow times are divided by factor, with a linear ramp over the
     pairs between them. The bounds of the ramp are rounded outward to whole pairs, as published models do.
 
-    attention_factor: attention_scale itself. Without it, it is 0.1 ln(factor) + 1, or, with mscale and
-    mscale_all_dim (DeepSeek), (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    attention_factor: attention_scale itself; without it, 0.1 ln(factor) + 1.
     """
 
     rope_type: str = dataclasses.field(default="yarn", init=False)
@@ -120,8 +119,6 @@ class YarnScaling(RopeScaling):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,19 +133,12 @@ class YarnScaling(RopeScaling):
                 f"original_max_position_embeddings={self.original_max_position_embeddings} tokens; state the "
                 "length that the model was trained on"
             )
-        if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ValueError("rope_scaling: mscale and mscale_all_dim work together; state both or neither")
-        if self.attention_factor is not None and self.mscale is not None:
-            raise ValueError("rope_scaling: attention_factor replaces mscale and mscale_all_dim; omit them")
 
     @property
     def attention_scale(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.mscale is None or self.mscale_all_dim is None:
-            return 0.1 * math.log(self.factor) + 1
-        growth = 0.1 * math.log(self.factor)
-        return (growth * self.mscale + 1) / (growth * self.mscale_all_dim + 1)
+        return 0.1 * math.log(self.factor) + 1
 
     def multipliers(self, head_dim: int, theta: float) -> list[float]:
         first = max(math.floor(self._pair_that_turns(self.beta_fast, head_dim, theta)), 0)

@@ -97,7 +97,10 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
         low = (done[0].entry.facts["low_precision"] if done else None) or {}
         said += ["fp8 is emulated"] * (not low.get("native", True))
         waiting = sum(run.loss is None for run in own)
-        said += [f"{waiting or 'all'} runs are still to be done"] * (waiting > 0 or not own)
+        if runs and not own:
+            said.append("no short run ended with a loss, so no learning rate is known")
+        elif waiting or not own:
+            said.append(f"{waiting or 'all'} runs are still to be done")
         rows.append(row | {"note": "; ".join(said).replace("|", "/")})
     return rows
 
@@ -155,8 +158,11 @@ def verdict(row: dict[str, Any]) -> str:
 def rate_line(name: str, runs: list[Run]) -> str:
     """The losses of a grid."""
     known = {run.rate: run.loss for run in runs if run.loss is not None}
-    best = min(known.values(), default=None)
-    texts = [f"{rate:g}: {loss:.4f}" + " (best)" * (loss == best) for rate, loss in known.items()]
+    best = min(known.values(), default=math.inf)
+    texts = [
+        f"{rate:g}: " + (f"{loss:.4f}" + " (best)" * (loss == best) if loss < math.inf else "failed")
+        for rate, loss in known.items()
+    ]
     texts += dict.fromkeys(f"failed: {run.reason}" for run in runs if run.reason)
     return f"- {name}, held-out loss of short runs by learning rate: {'; '.join(texts)}"
 

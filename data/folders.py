@@ -3,11 +3,18 @@
 import os
 from pathlib import Path
 
+from common.errors import UserError
+
 DATA_DIR = Path(__file__).resolve().parent
 
 
-def dataset_folder(dataset: str) -> Path:
-    return Path(dataset).expanduser() if "/" in dataset else DATA_DIR / dataset
+def dataset_folder(name: str) -> Path:
+    """data/NAME, or the path itself if the name contains a slash. Raises UserError."""
+    if "/" in name or os.sep in name:
+        return Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
+    if not is_plain_name(name):
+        raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
+    return DATA_DIR / name
 
 
 def dataset_argument(folder: str | Path) -> str:

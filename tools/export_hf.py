@@ -56,15 +56,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.export_hf", description="Write a checkpoint in Hugging Face's format."
     )
-    parser.add_argument("out_dir", type=user_folder, help="the run's out_dir")
-    parser.add_argument("folder", type=user_folder, help="what to write: a new folder, or an empty one")
-    parser.add_argument(
-        "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
-    )
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
-    parser.add_argument(
-        "--dataset", type=user_path, help="a name in data/ or a path, if it has moved since training"
-    )
+    add = parser.add_argument
+    add("out_dir", type=user_folder, help="the run's out_dir")
+    add("folder", type=user_folder, help="what to write: a new folder, or an empty one")
+    add("--checkpoint", default="latest", help="latest, best, or a name such as step-00001000")
+    add("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
+    add("--dataset", type=user_path, help="a name in data/ or a path, if it has moved since training")
     return parser.parse_args(argv)
 
 

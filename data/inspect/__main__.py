@@ -22,14 +22,13 @@ from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_files
 from data.pipeline.meta_file import count_tokens, document_ends, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
 from data.pipeline.verified import damaged_files, forget, wrong_size
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
-    files, lengths = meta["files"], lengths_files(meta["files"])
+    files = meta["files"]
     there = {name for split in SPLITS for name in token_file_names(folder, split)}
     for name in sorted(there - set(files)):
         raise UserError(f"{folder / name} is not in meta.json; run the dataset's prepare.py again")
@@ -37,8 +36,7 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
         raise UserError(f"{wrong}; {how_to_make(folder)}")
     if not hashes:
         return
-    damaged = damaged_files(folder, LENGTH_DTYPE, lengths, again=True)
-    if damaged := damaged | damaged_files(folder, meta["dtype"], files, True, meta["vocab_size"]):
+    if damaged := damaged_files(folder, meta["dtype"], files, True, meta["vocab_size"]):
         forget(folder, damaged)  # else prepare.py and train.py would trust its size and time
         raise UserError(
             f"{folder / min(damaged)} is not the file that meta.json describes; run the dataset's prepare.py "
@@ -72,17 +70,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", type=user_path, help="name of a folder in data/, or a path")
-    parser.add_argument(
-        "--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)"
-    )
-    parser.add_argument(
-        "--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0, 2**64 - 1), default=None, help="for the same places again"
-    )
-    parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
+    add = parser.add_argument
+    add("dataset", type=user_path, help="name of a folder in data/, or a path")
+    add("--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)")
+    add("--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)")
+    add("--seed", type=whole_number(0, 2**64 - 1), help="for the same places again")
+    add("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)
     meta = read_meta(folder)

@@ -30,24 +30,14 @@ CONFIGS = {151669: "config/cpt_qwen3_1.7b_4096.py"}  # by vocabulary, for the co
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, HERE, val_fraction=0.001)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        type=user_path,
-        metavar="FOLDER",
-        help="folders with an index.json",
-    )
+    ends = "column of document lengths (default: documents end at end-of-text ids)"
+    folders = "folders with an index.json"
+    add("--input", nargs="+", required=True, type=user_path, metavar="FOLDER", help=folders)
     add("--tokenizer", required=True, type=user_path, metavar="NAME", help=f"of the ids: {TOKENIZER}")
     add("--tokens", metavar="COLUMN", help="column of token ids (default: text is tokenized)")
-    add(
-        "--lengths",
-        metavar="COLUMN",
-        help="column of document lengths (default: documents end at end-of-text ids)",
-    )
-    add(
-        "--bytes_dtype", choices=INTEGERS, default="int64", help="of ids in a column 'bytes' (default: int64)"
-    )
+    add("--lengths", metavar="COLUMN", help=ends)
+    of_bytes = "of ids in a column 'bytes' (default: int64)"
+    add("--bytes_dtype", choices=INTEGERS, default="int64", help=of_bytes)
     add("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     args = parse(parser)
     if args.lengths and not args.tokens:

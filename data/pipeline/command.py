@@ -24,49 +24,19 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--output",
-        type=user_folder,
-        default=output,
-        metavar="DIR",
-        help="dataset folder (default: the script's)",
-    )
-    add(
-        "--workers",
-        type=whole_number(1, WORKERS_MAX),
-        default=min(os.cpu_count() or 1, WORKERS_MAX),
-        help="processes (default: one a core)",
-    )
-    add(
-        "--val_fraction",
-        type=float,
-        default=val_fraction,
-        help=f"of documents, where the input has no validation files (default: {val_fraction})",
-    )
-    add(
-        "--max_tokens",
-        type=whole_number(1, TOKENS_MAX),
-        help="about this many tokens, from all parts of the input",
-    )
-    add(
-        "--shard_tokens",
-        type=whole_number(1, TOKENS_MAX),
-        default=1 << 28,
-        help="most tokens in a file (default: 268 M)",
-    )
-    add(
-        "--max_bad",
-        type=whole_number(0, TOKENS_MAX),
-        default=0,
-        help="bad records to leave out before giving up (default: 0)",
-    )
-    add(
-        "--splits",
-        choices=("names", "ignore"),
-        default="names",
-        help="whether names such as train, val or test of .jsonl and .parquet and their folders decide what "
-        "they are for (default: names)",
-    )
+    cores, count = min(os.cpu_count() or 1, WORKERS_MAX), whole_number(1, TOKENS_MAX)
+    of_documents = f"of documents, where the input has no validation files (default: {val_fraction})"
+    names = "whether names such as train, val or test of .jsonl and .parquet and their folders decide what "
+    names += "they are for (default: names)"
+    bad = "bad records to leave out before giving up (default: 0)"
+    where = "dataset folder (default: the script's)"
+    add("--output", type=user_folder, default=output, metavar="DIR", help=where)
+    add("--workers", type=whole_number(1, WORKERS_MAX), default=cores, help="processes (default: one a core)")
+    add("--val_fraction", type=float, default=val_fraction, help=of_documents)
+    add("--max_tokens", type=count, help="about this many tokens, from all parts of the input")
+    add("--shard_tokens", type=count, default=1 << 28, help="most tokens in a file (default: 268 M)")
+    add("--max_bad", type=whole_number(0, TOKENS_MAX), default=0, help=bad)
+    add("--splits", choices=("names", "ignore"), default="names", help=names)
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
     return parser

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from common.json_file import read_json
-from data.pipeline.document_lengths import LENGTH_DTYPE, SUFFIX, lengths_files
+from data.pipeline.document_lengths import SUFFIX
 from data.pipeline.meta_file import wrong_token_file
 from data.pipeline.token_files import is_count
 from data.pipeline.units import Unit
@@ -24,10 +24,7 @@ def read_checked(patterns: dict[Path, str], folder: Path, dtype: str) -> list[di
     """As read_manifests. patterns: {path of a manifest: what the names of its token files look like}"""
     manifests = [_read(path, pattern, folder, dtype) for path, pattern in patterns.items()]
     files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
-    damaged = damaged_files(folder, dtype, files)
-    damaged |= {
-        name.removesuffix(SUFFIX) for name in damaged_files(folder, LENGTH_DTYPE, lengths_files(files))
-    }
+    damaged = {name.removesuffix(SUFFIX) for name in damaged_files(folder, dtype, files)}
     for name in sorted(damaged):
         print(f"{folder / name} is damaged; it is made again")
     return [

@@ -29,9 +29,8 @@ def main(folder: Path) -> None:
     add("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--input", nargs="+", type=user_path, metavar="PATH", help=f"{INPUT}, instead of the download")
-    add(
-        "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
-    )
+    where = "of the download (default: data/slimpajama_SIZE_text)"
+    add("--text", type=user_folder, metavar="DIR", help=where)
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
     args = parse(parser)
     tokenizer = open_family(family, args.tokenizer)

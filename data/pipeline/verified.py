@@ -104,9 +104,9 @@ def wrong_size(folder: Path, dtype: str, files: dict[str, dict]) -> str | None:
 def damaged_files(
     folder: Path, dtype: str, files: dict[str, dict], again: bool = False, vocab_size: int | None = None
 ) -> set[str]:
-    """The names of the files that are not what meta.json says of them: {name: what it says}. A file is read
-    unless it was read before and has not changed since; with `again`, in any case. UserError for ids outside
-    of the vocabulary."""
+    """The names of the files that are not what meta.json says of them: {name: what it says}, and of the files
+    of lengths beside them. A file is read unless it was read before and has not changed since; with `again`,
+    in any case. UserError for ids outside of the vocabulary."""
     known = {} if again else recall(folder)
     entries = {name: entry(folder / name, dtype, written) for name, written in files.items()}
     unread = [name for name in files if known.get(name, {}).get("stamp") != entries[name]["stamp"]]
@@ -122,7 +122,8 @@ def damaged_files(
         entries[path.name]["max_id"] = max_id
     if good := {name: entries[name] for name in unread if name not in damaged}:
         remember(folder, good)
-    return damaged
+    lengths = lengths_files(files)
+    return damaged | damaged_files(folder, LENGTH_DTYPE, lengths, again) if lengths else damaged
 
 
 @contextlib.contextmanager

@@ -84,9 +84,8 @@ def prepare(folder: str | Path, corpus_bytes: int = CORPUS_BYTES) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
-    )
+    where = "dataset folder (default: this one)"
+    parser.add_argument("--output", type=user_path, metavar="DIR", default=HERE, help=where)
     args = parser.parse_args()
     check_output(args.output)
     report(prepare(args.output), args.output)

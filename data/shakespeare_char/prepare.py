@@ -54,19 +54,10 @@ def read_text(path: str | None) -> str:
 def prepare(description: str, folder: Path, make_tokenizer: Callable[[str], Tokenizer]) -> None:
     """The command line of this dataset and of data/shakespeare. `make_tokenizer` is given the text."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--input",
-        type=user_path,
-        metavar="FILE",
-        help="a text file; without it tinyshakespeare is downloaded",
-    )
-    parser.add_argument(
-        "--output",
-        type=user_path,
-        metavar="DIR",
-        default=folder,
-        help="dataset folder (default: this one)",
-    )
+    text_file = "a text file; without it tinyshakespeare is downloaded"
+    parser.add_argument("--input", type=user_path, metavar="FILE", help=text_file)
+    where = "dataset folder (default: this one)"
+    parser.add_argument("--output", type=user_path, metavar="DIR", default=folder, help=where)
     args = parser.parse_args()
     check_output(args.output)
 

@@ -47,19 +47,12 @@ def parse_arguments() -> Namespace:
     add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=INPUT)
     tokenizers = parser.add_mutually_exclusive_group(required=True)
     tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
-    tokenizers.add_argument(
-        "--train_tokenizer",
-        type=whole_number(LEAST_IDS, VOCABULARY_MAX),
-        metavar="IDS",
-        help="train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB",
-    )
+    ids = whole_number(LEAST_IDS, VOCABULARY_MAX)
+    trained = "train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB"
+    tokenizers.add_argument("--train_tokenizer", type=ids, metavar="IDS", help=trained)
     add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
-    add(
-        "--text_key",
-        default=TEXT_KEY,
-        metavar="NAME",
-        help=f"what holds the text in .jsonl and .parquet (default: {TEXT_KEY})",
-    )
+    column = f"what holds the text in .jsonl and .parquet (default: {TEXT_KEY})"
+    add("--text_key", default=TEXT_KEY, metavar="NAME", help=column)
     args = parse(parser)
     if args.train_tokenizer and args.bos not in (None, args.eot or EOT):
         parser.error(

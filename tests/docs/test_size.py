@@ -46,14 +46,14 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_735,
+    "lines of the product": 38_650,
     "lines that train.py reaches": 24_590,
     "lines of ops/": 6_440,
     "lines of bench/": 3_420,
     "lines of configs": 509,
     "lines of training/": 15_300,
     "keys": 107,
-    "words of the documents": 29_700,
+    "words of the documents": 27_000,
 }
 
 

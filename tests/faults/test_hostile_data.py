@@ -19,6 +19,7 @@ from support.three_units import config, contents, corpus, make
 import data.inspect.__main__ as inspect
 from common.command import run_command
 from common.errors import UserError
+from data.folders import dataset_folder
 from data.pipeline import verified
 from data.pipeline.hub import open_hub
 from data.pipeline.input_files import find_files
@@ -31,7 +32,7 @@ from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
 from training.configuration import dataset_name
-from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dataset_name import parse_dataset
 
 SECRET = b"somebody else's file"
 
@@ -334,7 +335,7 @@ def test_dataset_that_cannot_be_named_is_one_message(tmp_path):
             open_dataset(config(Path("x"), dataset=name), scan=True)
     for name in ("..", "."):
         with pytest.raises(UserError, match="no name of a folder in data"):
-            dataset_folder(config(Path("x"), dataset=name))
+            dataset_folder(name)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -465,4 +466,4 @@ def test_disk_that_refuses_is_one_message(tmp_path, bpe, monkeypatch, capsys):
 
 def test_home_folder_is_found_in_every_dataset_path(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert dataset_folder(config(Path("x"), dataset="~/x")) == tmp_path / "x" == inspect.dataset_folder("~/x")
+    assert dataset_folder("~/x") == tmp_path / "x"

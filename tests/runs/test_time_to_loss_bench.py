@@ -196,7 +196,8 @@ def test_a_failing_run_is_named_with_its_reason_and_the_others_run(fake, options
     assert time_to_loss.main([*arguments, grid]) == 1
     output = capsys.readouterr().out
     assert begun(output) == ["muon 0.016", "muon 0.032", "adamw seed 1", "adamw seed 2"]
-    assert "inf" in output and "failed: loss is nan" in output
+    assert "0.016: failed; 0.032: failed; failed: loss is nan" in output
+    assert "no short run ended with a loss" in row_of(tmp_path, "muon")["note"]
     assert "muon: there is nothing to compare yet" in output
     # given as it is, its full runs fail
     assert time_to_loss.main([*arguments, "--grid=adamw=0.004;muon=0.016"]) == 1

@@ -14,6 +14,7 @@ import pytest
 from support.helpers import ROOT, TINY, make_dataset
 
 from common.errors import RunError, UserError
+from data.folders import dataset_folder
 from data.pipeline import verified
 from data.pipeline.meta_file import NANOGPT
 from data.pipeline.units import Settings, Unit, tokenize
@@ -21,7 +22,6 @@ from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
 from training.batches.windows import StreamWindows
-from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
 from training.process.world import World
 
@@ -76,8 +76,8 @@ def test_validation_split_is_needed_only_where_the_run_evaluates(folder):
 
 
 def test_name_is_a_folder_in_data_and_a_slash_makes_it_a_path(folder):
-    assert dataset_folder(config("quickstart")) == ROOT / "data" / "quickstart"
-    assert dataset_folder(config(folder)) == folder
+    assert dataset_folder("quickstart") == ROOT / "data" / "quickstart"
+    assert dataset_folder(str(folder)) == folder
 
 
 def test_uint32_ids_above_65535_are_read_whole(tmp_path):

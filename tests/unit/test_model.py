@@ -89,7 +89,6 @@ SCALINGS = {
     "llama3": LLAMA_3_1,
     "yarn": YARN,
     "yarn, attention_factor": {**YARN, "attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 0.5},
-    "yarn, mscale": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5},
 }
 for _tied in (True, False):
     _label = "tied" if _tied else "untied"

@@ -33,6 +33,15 @@ def matrices(shape, count=3, seed=0):
     return gaussian
 
 
+def with_one_direction(shape, share, exponent):
+    """Singular values that fall by a power of their place, but the first has that share of the norm."""
+    u, s, v = torch.linalg.svd(matrices(shape, 2)[0], full_matrices=False)
+    s = torch.arange(1.0, len(s) + 1) ** -exponent
+    s *= (1 - share**2) ** 0.5 / s[1:].norm()
+    s[0] = share
+    return 1e-3 * (u * s) @ v
+
+
 # --- the orthogonal factor ---
 
 
@@ -61,6 +70,16 @@ def test_what_a_matrix_becomes_does_not_depend_on_its_batch(shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_matrix_of_zeros_stays_one(dtype):
     assert not orthogonalize([torch.zeros(8, 24, dtype=dtype)]).any()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.86, 0.95])
+@pytest.mark.parametrize("shape", [(96, 256), (256, 96), (96, 96)], ids=str)
+def test_one_direction_may_have_most_of_the_norm_as_in_gradients_of_a_new_model(shape, share):
+    for exponent in (0.3, 0.7, 1.5):
+        matrix = with_one_direction(shape, share, exponent)
+        found, plain = orthogonalize([matrix.bfloat16()])[0].float(), orthogonalize([matrix])[0]
+        assert torch.linalg.svdvals(found).max() < 1.3
+        assert (found - plain).norm() < 0.2 * plain.norm()
 
 
 # --- the update ---

@@ -21,7 +21,6 @@ CASES = {  # name -> (scaling, head_dim, theta)
     "Llama 3.1 8B": ({**LLAMA, "factor": 8.0}, 128, 5e5),
     "Qwen3, four times longer": (YARN, 128, 1e6),
     "LLaMA 2, sixteen times longer": (YARN | {"factor": 16, ORIGINAL: 4096}, 128, 1e4),
-    "DeepSeek": ({**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}, 64, 1e4),
     "stated attention_factor": (YARN | {"attention_factor": 0.8, "beta_fast": 16, "beta_slow": 2.0}, 96, 1e5),
     "a step instead of a ramp": ({**YARN, "beta_fast": 1.0001, "beta_slow": 1}, 2, 1e4),
 }
@@ -84,9 +83,7 @@ REFUSED = [
     ({**LLAMA, ORIGINAL: 0}, "must be above 0 and at most 16,777,216"),
     ({**YARN, "beta_slow": 32.0}, "beta_slow=32 must be below beta_fast=32"),
     ({**YARN, ORIGINAL: 6}, "no pair turns beta_slow=1 times within"),
-    ({**YARN, "mscale": 1.0}, "state both or neither"),
-    ({**YARN, "mscale_all_dim": 1.0}, "state both or neither"),
-    ({**YARN, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_factor replaces"),
+    ({**YARN, "mscale": 1.0}, "'yarn' has no field 'mscale'"),
 ]
 
 

@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 
 from common.errors import UserError
-from data.folders import how_to_make
+from data.folders import dataset_folder, how_to_make
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
 from data.pipeline.verified import LARGE, damaged_files, one_reader, read_whole, recall, remember, stamp
 from training.batches.token_files import TokenFiles
-from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
 
 REMEMBER_SECONDS = 10.0  # results are stored this often while reading: after a stop, the next start continues
@@ -41,7 +40,7 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
     With scan, every file that has not been read whole before is read for its largest id and its hash, unless
     verify_data is 'size'. The results are stored in the dataset's folder. One rank of each machine scans.
     """
-    folder = dataset_folder(config)
+    folder = dataset_folder(config.dataset)
     try:
         return _open(folder, config, scan)
     except OSError as error:  # no permission, a broken disk, a name that is too long

@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from common.errors import UserError
+from data.folders import dataset_folder
 from data.pipeline.meta_file import LENGTHS_FORMAT
 from training.batches.dataset import open_dataset, overlap_error
 from training.batches.document_starts import DocumentStarts, find_documents
@@ -22,7 +23,7 @@ from training.batches.mixture import Mixture
 from training.batches.packing import PackedWindows, pack_documents
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
-from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dataset_name import parse_dataset
 from training.configuration.keys import TrainConfig
 
 
@@ -57,7 +58,7 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
         documents = {}
         if config.doc_masking or config.packing == "truncate":
             documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
-        sources.append(Source(name, weight, dataset_folder(alone), splits, meta, documents))
+        sources.append(Source(name, weight, dataset_folder(name), splits, meta, documents))
         if scan and config.packing == "truncate":
             hashes = config.verify_data == "hash"
             for split in splits:

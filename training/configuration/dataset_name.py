@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from fractions import Fraction
 from pathlib import Path
 
 from common.errors import UserError
-from data.folders import is_plain_name
-from training.configuration.keys import ROOT, TrainConfig
+from data.folders import dataset_folder
+from training.configuration.keys import TrainConfig
 
 WEIGHT = re.compile(r"\d{1,9}|\d{0,9}\.\d{1,9}|\d{1,9}/[1-9]\d{0,8}")  # 3, 0.3 or 3/10
 
@@ -47,16 +46,6 @@ def _mixture_error(text: str, why: str) -> UserError:
     )
 
 
-def dataset_folder(config: TrainConfig) -> Path:
-    """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
-    name = config.dataset
-    if "/" in name or os.sep in name:
-        return Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
-    if not is_plain_name(name):
-        raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
-    return ROOT / "data" / name
-
-
 def first_folder(dataset: str) -> Path:
     """Of the first dataset of what the `dataset` key says; all of a mixture have one tokenizer."""
-    return dataset_folder(TrainConfig(dataset=next(iter(parse_dataset(dataset)))))
+    return dataset_folder(next(iter(parse_dataset(dataset))))

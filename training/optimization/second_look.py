@@ -90,22 +90,24 @@ def _copies(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 def checksums(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """int64 (2, n): checksums; and the bits of sums in float64, which say how large a difference is."""
-    checksums, sums = zip(*map(_checksum_and_sum, tensors.values()), strict=True)
+    device = next(iter(tensors.values())).device
+    longest = max(min(tensor.numel(), CHUNK) for tensor in tensors.values())
+    odd = 2 * torch.arange(longest, device=device) + 1
+    checksums, sums = zip(*(_checksum_and_sum(tensor, odd) for tensor in tensors.values()), strict=True)
     return torch.stack([torch.stack(checksums), torch.stack(sums).double().view(torch.int64)])
 
 
-def _checksum_and_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _checksum_and_sum(tensor: torch.Tensor, odd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the bit patterns, that of element i times 2i + 1, modulo 2^64, int64 (); and the sum of the
     numbers, of codes of one byte that of the codes, fp32 (). Sums of integers are exact in any order. The
     factor is odd, so any single element that changes, and any two that change places, change the checksum."""
     bits = tensor.view(BITS[tensor.element_size()]).reshape(-1)
     numbers = bits if tensor.element_size() == 1 else tensor.reshape(-1)
-    checksums, sums, begin = [], [], 1
+    checksums, sums, begin = [], [], 0
     for pattern, number in zip(bits.split(CHUNK), numbers.split(CHUNK), strict=True):
-        end = begin + 2 * len(pattern)
-        checksums.append((pattern * torch.arange(begin, end, 2, device=pattern.device)).sum())
+        checksums.append((pattern * odd[: len(pattern)]).sum() + 2 * begin * pattern.sum())
         sums.append(number.sum(dtype=torch.float32))
-        begin = end
+        begin += len(pattern)
     return functools.reduce(torch.add, checksums), functools.reduce(torch.add, sums)
 
 

@@ -43,14 +43,10 @@ def write_model(
         origin["eos_token_id"] = eot_id
     config = write_architecture(model, str(dtype).removeprefix("torch."), origin)
     found = pieces(model)
-    parts = [_part(piece, dtype) for piece in found]
+    parts = [Part(piece.name, (0,) * len(piece.shape), piece.stored_shape, dtype) for piece in found]
     write_tensors(folder / SINGLE, parts, _tensors(reader, found, dtype), {})
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION, exported_generation(began_with, config, eot_id))
-
-
-def _part(piece: Piece, dtype: torch.dtype) -> Part:
-    return Part(piece.name, (0,) * len(piece.shape), piece.stored_shape, dtype)
 
 
 def _tensors(reader: TensorFiles, found: list[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
