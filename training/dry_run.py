@@ -35,7 +35,7 @@ from training.memory.gpus import (
 )
 from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
 from training.process.launch import machine_size
-from training.records.report import folded, report_lines
+from training.records.report import report_lines
 from training.records.startup_info import Setup, startup_info
 from training.records.utilization import count_flops
 
@@ -62,7 +62,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     info = startup_info(config, world_size, setup, machine)
     if config.low_precision != "none":
         info["low_precision"] = {"support": _support(config.low_precision, here)}
-    lines = folded(report_lines(config, info))
+    lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
     return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *warnings])]

@@ -224,6 +224,14 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
     assert command == "torchrun --standalone --nproc_per_node=8 train.py config/a.py --init_from=resume"
 
 
+def test_a_python_without_torch_is_told_which_one_to_use():
+    """-S: without the installed packages, as where no environment is active."""
+    command = [sys.executable, "-S", "train.py", "config/quickstart.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "source .venv/bin/activate" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_terminal_is_told_at_once_that_torch_is_loaded(tmp_path):
     """By a pseudo-terminal; a file or a pipe gets no such line."""
     command = [sys.executable, "train.py", "--dry_run", "config/quickstart.py"]

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -105,11 +104,6 @@ def write_config(path: Path, **keys) -> Path:
     lines = [f"{key} = {(str(value) if isinstance(value, Path) else value)!r}" for key, value in keys.items()]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def unfolded(text: str) -> str:
-    """A start-up report with each row in one line, however long."""
-    return re.sub(r"\n {29}", " ", text)
 
 
 def edit_json(path: Path, **fields) -> None:

@@ -5,7 +5,7 @@ import unicodedata
 from unittest.mock import Mock
 
 import pytest
-from support.helpers import TINY, last_run, make_dataset, unfolded, write_config
+from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common import units
 from training.records import rows
@@ -83,11 +83,11 @@ def test_a_log_shows_how_far_the_run_is_and_once_why_there_is_no_mfu(trained, tm
     assert [text.partition(" %")[0] for text in progress] == ["25", "50", "75", "100"]
     assert [text.endswith(" left") for text in progress] == [False, True, True, False]
     reason = last_run(tmp_path / "out")["training_iterations"][-1]["mfu_reason"]
-    assert len(reason) > 60 and unfolded(output).count(reason) == 1
+    assert len(reason) > 60 and output.count(reason) == 1
     shown = re.findall(r"^⚡ MFU: (.*)$", output, re.M)
     assert shown == ["n/a (the first iteration includes compilation and warm-up)", "n/a", "n/a", "n/a"]
     log = next((tmp_path / "out").glob("run_*.log")).read_text()
-    assert unfolded(log).count(reason) == 1
+    assert log.count(reason) == 1
 
 
 def test_no_quantity_of_a_small_run_is_rounded_to_zero(trained):

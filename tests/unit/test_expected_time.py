@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.helpers import ROOT, TINY, unfolded
+from support.helpers import ROOT, TINY
 
 from common.errors import UserError
 from docs import your_gpu
@@ -24,7 +24,6 @@ QWEN3, H100 = str(ROOT / "config/full_qwen3_1.8b_optimal.py"), "NVIDIA H100 80GB
 def said(world_size: int = 1, *flags: str) -> dict[str, str]:
     """{name: text} of the lines of a dry run."""
     lines = dry_run(load_config([QWEN3, "--dry_run=True", *flags], world_size), world_size)
-    lines = unfolded("\n".join(lines)).splitlines()
     return dict(re.split(r": +", line.strip(), maxsplit=1) for line in lines if re.search(r": +\S", line))
 
 

@@ -8,7 +8,7 @@ from training.configuration.files_and_flags import load_config
 from training.hardware.peaks import Peak
 from training.memory.gpus import DeviceMemory
 from training.memory.micro_batch import choose
-from training.records.report import folded, report_lines
+from training.records.report import report_lines
 from training.records.startup_info import Setup, startup_info
 
 NO_PEAK = Peak(None, "none", "no peak")
@@ -78,10 +78,3 @@ def test_attention_that_runs_otherwise_than_asked_is_a_warning(lines):
 
 def test_the_report_names_the_gpus(lines):
     assert lines(processes=3)["Device"] == "3 x NVIDIA H200"
-
-
-def test_a_row_is_folded_at_80_columns_and_a_path_stays_whole():
-    path = "/data/" + 90 * "x"
-    first, *rest = folded(["Learning rate:               " + 20 * "0.0003 ", "short", f"Dataset: {path}"])
-    assert len(first) <= 80 and rest[0].startswith(29 * " " + "0.0003")
-    assert "short" in rest and path in rest[-1].split()

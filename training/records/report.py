@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import textwrap
 from pathlib import Path
 
 from common import units
@@ -13,7 +12,6 @@ from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.peaks import FORMATS
-from training.memory.micro_batch import MOST_TOKENS
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
@@ -28,8 +26,6 @@ log = logging.getLogger("nanomfu")
 
 Section = list[tuple[str, str]]
 
-NAMES = 28  # columns
-
 WINDOWS = {"stream": "tokens cut anywhere", "truncate": "whole documents, long ones cut off"}
 MASKS = {True: "documents do not see each other", False: "no mask between documents"}
 
@@ -37,7 +33,7 @@ MASKS = {True: "documents do not see each other", False: "no mask between docume
 def announce(logger: Logger) -> None:
     """Writes the report of a run that begins, and the record for the first time. Rank 0 writes."""
     config, info, record, start = logger.config, logger.info, logger.record, logger.start
-    for line in folded(report_lines(config, info, start)):
+    for line in report_lines(config, info, start):
         log.info(line)
     if record:
         record.save()
@@ -79,13 +75,6 @@ def closing_lines(
 # --- text ---
 
 
-def folded(lines: list[str]) -> list[str]:
-    """The lines of report_lines() in 80 columns, the rest of a row under its beginning. No word is cut."""
-    indent = " " * (NAMES + 1)
-    fold = textwrap.TextWrapper(80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [part for line in lines for part in (fold.wrap(line) if len(line) > 80 else [line])]
-
-
 def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
     """The report as lines, one section after another. `start`: the first iteration."""
     sections = {
@@ -97,7 +86,7 @@ def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
     lines = []
     for title, section in sections.items():
         lines += ["", "=" * 78, title, "=" * 78]
-        lines += [f"{name + ':':<{NAMES}} {text}" for name, text in section]
+        lines += [f"{name + ':':<28} {text}" for name, text in section]
     return lines
 
 
@@ -158,7 +147,7 @@ def _micro_batch(config: TrainConfig, info: dict) -> str:
         return text
     if found["needed_gib"] > found["available_gib"]:
         return f"{text} (auto: the smallest, and it does not fit)"
-    return f"{text} (auto: fits by the estimate; at most {MOST_TOKENS:,} tokens)"
+    return f"{text} (auto: fits by the estimate)"
 
 
 def _tokens_per_iter(info: dict) -> str:
