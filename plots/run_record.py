@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common import units
 from common.arguments import matching_files
 from common.errors import UserError
 from common.json_file import read_json
@@ -122,10 +123,14 @@ class Run:
     @property
     def peak(self) -> str:
         """'989.4 TFLOPS per GPU'; 'measured' if it was timed on the machine, where the next start may find
-        half as much if it is a CPU."""
+        half as much if it is a CPU, as in '229.7 GFLOPS, measured'."""
         kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
         kind += ", measured" * bool(as_dict(self.hardware.get("peak")).get("measured"))
-        return f"{self.peak_tflops_per_gpu:,.6g} TFLOPS per GPU{kind}" if self.peak_tflops_per_gpu else ""
+        if not (tflops := self.peak_tflops_per_gpu):
+            return ""
+        if self.config.get("device") == "cpu":
+            return f"{units.flops(tflops * 1e12)}LOPS{kind}"
+        return f"{tflops:,.6g} TFLOPS per GPU{kind}"
 
     @property
     def tokens_per_iter(self) -> float | None:

@@ -183,6 +183,22 @@ def test_a_run_ends_with_its_summary_in_five_lines(start, tmp_path, capfd):
     assert (ROOT / script).is_file() and path == str(next((tmp_path / "out").glob("run_*.json")))
 
 
+def test_a_run_that_a_signal_ends_counts_iterations_that_have_no_row(start, tmp_path, capfd, monkeypatch):
+    evaluate = EvaluateAndSave.evaluate
+
+    def stopped(self, iteration, learning_rate):
+        if iteration == 4:
+            self.watchdog._handle_signal(signal.SIGTERM)
+        return evaluate(self, iteration, learning_rate)
+
+    monkeypatch.setattr(EvaluateAndSave, "evaluate", stopped)
+    start("--eval_interval=4", "--log_interval=100", "--max_iters=200")
+    found, record = summary(capfd.readouterr().out), last_run(tmp_path / "out")
+    done = record["checkpoints"][-1]["iter"]
+    assert done > record["training_iterations"][-1]["iter"] + 1
+    assert f" for {done} iterations; " in found["Time"]
+
+
 def test_the_command_that_resumes_trains_as_far_again(start, run, tmp_path, capfd):
     assert start("--max_iters", "3") == 0
     python, script, *arguments = shlex.split(summary(capfd.readouterr().out)["To resume"])
@@ -206,6 +222,14 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
     monkeypatch.setattr(launch, "machine_number", lambda: (0, 1))
     command = resume_command(["config/a.py", "--init_from", "auto", "--resume_from=best"], 5, config)
     assert command == "torchrun --standalone --nproc_per_node=8 train.py config/a.py --init_from=resume"
+
+
+def test_a_python_without_torch_is_told_which_one_to_use():
+    """-S: without the installed packages, as where no environment is active."""
+    command = [sys.executable, "-S", "train.py", "config/quickstart.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "source .venv/bin/activate" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_terminal_is_told_at_once_that_torch_is_loaded(tmp_path):

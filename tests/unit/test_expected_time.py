@@ -53,7 +53,7 @@ def test_a_dry_run_says_how_long_and_for_how_much():
     assert float(iterations[2].replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
     assert found["from an MFU of"] == "58.8 % by v3 (measured: benchmarks/qwen3_1.8b_h100.seal.json)"
     cost, gpu_hours = re.fullmatch(
-        r"([\d.]+): ([\d.]+) GPU-hours at 2.5 each", found["Expected cost"]
+        r"([\d.]+): ([\d.]+) GPU-hours at 2.50 each", found["Expected cost"]
     ).groups()
     assert float(gpu_hours) == pytest.approx(hours, abs=0.006)
     assert float(cost) == pytest.approx(2.5 * hours, abs=0.006)
@@ -95,7 +95,9 @@ def test_a_resume_counts_the_iterations_that_are_left():
         "hardware": {"peak": {"tflops_per_gpu": 0.1, "sparse": False}, "num_gpus": 1, "gpu_name": "a CPU"}
     }
     info |= {"flops": count_flops(config), "tokens_per_iter": 128, "model": {"total_params": 1}}
-    assert "60 iterations at" in expected_rows(config, info, 40)[0][1]
+    info["micro_batch"] = {"needed_gib": 2.0, "available_gib": 1.0}
+    said = expected_rows(config, info, 40)[0][1]
+    assert "60 iterations at" in said and said.endswith("by the estimate it does not fit")
     assert expected_rows(config, info, 100) == []
 
 

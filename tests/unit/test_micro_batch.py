@@ -198,7 +198,7 @@ def answer(flops, monkeypatch):
 
 def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
     text = answer("--gpu=H100")
-    assert "8 x 2048 tokens (auto: the largest that fits by the estimate)" in text
+    assert "8 x 2048 tokens (auto: fits by the estimate)" in text
     assert re.search(r"Fits: +yes, with [\d.]+ GiB \(\d+ %\) to spare", text)
     assert re.search(r"Tokens/s at 50 % MFU: +47,923\n", text)  # 989.4 TFLOPS / 10.32 GF / 2
     assert "does not fit" not in text and "as --gpu names none" not in text
@@ -209,6 +209,7 @@ def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
 def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
     text = answer("--gpu=A100-40GB", *STATED)
     assert re.search(r"Fits: +no, [\d.]+ GiB \(\d+ %\) is missing", text)
+    assert "(auto: the smallest, and it does not fit)" in answer("--gpu=RTX-4090")
     lines = re.findall(r"^  (\d GPUs?): (.*) \((\d+) x 2048 tokens, ([\d.]+) GiB\)$", text, re.M)
     assert {gpus for gpus, *_ in lines} == {"1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"}
     for gpus, flags, batch_size, gib in lines:

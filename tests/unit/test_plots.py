@@ -170,6 +170,12 @@ def test_any_run_gives_a_png_and_a_page_beside_its_record(shape, tmp_path, capsy
     assert png.read_bytes().startswith(b"\x89PNG") and str(png) in capsys.readouterr().out
 
 
+def test_the_peak_of_a_cpu_is_not_called_that_of_a_gpu(tmp_path):
+    record = new_record(100, measured=True)
+    record["config"]["device"] = "cpu"
+    assert load_run(write(tmp_path, record)).peak == "2250.0 TFLOPS, measured"
+
+
 @pytest.mark.parametrize(
     ("record", "kind"),
     [

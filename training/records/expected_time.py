@@ -61,12 +61,14 @@ def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list
     speed = expected_speed(config, info["flops"], info["model"]["total_params"], device, peak, gpus)
     seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
     said = f"{units.duration(seconds)} for {iterations:,} iterations at {speed.tokens_per_sec:,.0f} tokens/s"
+    memory = info["micro_batch"]
+    fits = "" if memory["needed_gib"] <= memory["available_gib"] else "; by the estimate it does not fit"
     rows = [
-        ("Expected time", f"{said}, evaluations not counted"),
+        ("Expected time", f"{said}, evaluations not counted{fits}"),
         ("  from an MFU of", f"{speed.mfu_percent:.1f} % by v3 ({speed.source})"),
     ]
     if config.price is not None:
         hours = gpus * seconds / 3600
-        cost = f"{config.price * hours:,.2f}: {hours:,.2f} GPU-hours at {config.price:g} each"
+        cost = f"{config.price * hours:,.2f}: {hours:,.2f} GPU-hours at {config.price:,.2f} each"
         rows.append(("Expected cost", cost))
     return rows

@@ -142,8 +142,12 @@ def _micro_batch(config: TrainConfig, info: dict) -> str:
     text = f"{config.micro_batch} x {config.block_size} tokens"
     if config.logit_parts > 1:
         text += f", the logits in {config.logit_parts} parts"
-    chosen = info["micro_batch"]["stated"]["batch_size"] == AUTO
-    return f"{text} (auto: the largest that fits by the estimate)" if chosen else text
+    found = info["micro_batch"]
+    if found["stated"]["batch_size"] != AUTO:
+        return text
+    if found["needed_gib"] > found["available_gib"]:
+        return f"{text} (auto: the smallest, and it does not fit)"
+    return f"{text} (auto: fits by the estimate)"
 
 
 def _tokens_per_iter(info: dict) -> str:

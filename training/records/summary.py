@@ -25,9 +25,11 @@ def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[st
     losses = "not evaluated" if best is None else f"{best:.4f} (validation)"
     plot = shlex.join([python_name(), "plots/plot_single_run.py", str(record.path)])
     sample = shlex.join([python_name(), "sample.py", f"--out_dir={config.out_dir}"])
-    resume = resume_command(argv, logger.logged, config)
+    # a run that a signal ended has saved iterations that no row has
+    done = max([logger.logged, *(save["iter"] for save in record.content["checkpoints"])])
+    resume = resume_command(argv, done, config)
     return {
-        "Time": f"{units.duration((ended - began).total_seconds())} for {logger.logged - logger.start:,} "
+        "Time": f"{units.duration((ended - began).total_seconds())} for {done - logger.start:,} "
         f"iterations; median MFU {speed}",
         "Best loss": losses + (f", last training loss {last:.4f}" if last is not None else ""),
         "To resume": resume if has_checkpoint else NO_CHECKPOINT,
