@@ -14,10 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from common.command import before_torch, run_command, say
+
+if __name__ == "__main__":
+    before_torch()
+
 import torch
 
 from common.arguments import real_number, user_folder, user_path, whole_number
-from common.command import run_command, say
 from common.errors import UserError
 from common.text import plain
 from generation.chat import apply_template

@@ -16,22 +16,16 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-from common.command import USER_ERROR, prepare_output, run_command
+from common.command import before_torch, prepare_output, run_command
 from training.configuration.help import print_help, wants_help
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: an end without a traceback
     if wants_help(sys.argv[1:]):  # answered before torch is imported, which takes seconds
         sys.exit(run_command(print_help, sys.argv[1:]))
-    if find_spec("torch") is None:
-        message = "this Python has no torch; `make setup && source .venv/bin/activate` gives one that has it"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(USER_ERROR)
-    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        print("loading torch ...", file=sys.stderr, flush=True)
+    before_torch()
 
 # Reduces memory fragmentation. It is set here because torch may read it while it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TextIO
 
 from common.errors import NO_MEMORY, UserError, is_out_of_memory, os_error_text
@@ -43,6 +44,16 @@ def prepare_output() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def before_torch() -> None:
+    """Says on a terminal that torch is imported, which takes seconds; ends a Python that has none."""
+    if find_spec("torch") is None:
+        message = "this Python has no torch; `make setup && source .venv/bin/activate` gives one that has it"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print("loading torch ...", file=sys.stderr, flush=True)
 
 
 def outcome(main: Callable[..., int | None], *arguments: object) -> tuple[int, str]:

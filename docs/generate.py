@@ -1,4 +1,5 @@
-"""Writes the generated pages, docs/reference.md and docs/your_gpu.md, and the table in TRAINING_GUIDE.md.
+"""Writes the generated pages, docs/reference.md and docs/your_gpu.md, and the tables in TRAINING_GUIDE.md and
+README.md.
 
     python -m docs.generate
 
@@ -14,6 +15,7 @@ from common.command import run_command
 from common.errors import UserError
 from docs.batches import batches
 from docs.reference import reference
+from docs.where_it_runs import where_it_runs
 from docs.your_gpu import your_gpu
 from training.configuration.keys import ROOT
 
@@ -36,6 +38,7 @@ def pages() -> dict[str, str]:
         "docs/reference.md": f"{REFERENCE}{reference()}\n",
         "docs/your_gpu.md": f"{YOUR_GPU}{your_gpu()}\n",
         "TRAINING_GUIDE.md": _with_part("TRAINING_GUIDE.md", "batches", batches()),
+        "README.md": _with_part("README.md", "where it runs", where_it_runs()),
     }
 
 

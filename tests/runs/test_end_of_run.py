@@ -224,17 +224,21 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
     assert command == "torchrun --standalone --nproc_per_node=8 train.py config/a.py --init_from=resume"
 
 
-def test_a_python_without_torch_is_told_which_one_to_use():
+@pytest.mark.parametrize("program", ["train.py", "sample.py"])
+def test_a_python_without_torch_is_told_which_one_to_use(program):
     """-S: without the installed packages, as where no environment is active."""
-    command = [sys.executable, "-S", "train.py", "config/quickstart.py"]
+    command = [sys.executable, "-S", program, "config/quickstart.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "source .venv/bin/activate" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_terminal_is_told_at_once_that_torch_is_loaded(tmp_path):
+@pytest.mark.parametrize(
+    "arguments", [["train.py", "--dry_run", "config/quickstart.py"], ["sample.py", "-h"]]
+)
+def test_a_terminal_is_told_at_once_that_torch_is_loaded(arguments):
     """By a pseudo-terminal; a file or a pipe gets no such line."""
-    command = [sys.executable, "train.py", "--dry_run", "config/quickstart.py"]
+    command = [sys.executable, *arguments]
     main, terminal = os.openpty()
     done = subprocess.run(command, cwd=ROOT, stderr=terminal, stdout=subprocess.PIPE, text=True, timeout=120)
     os.close(terminal)

@@ -184,7 +184,7 @@ class Saver:
         save.seconds = time.monotonic() - save.began
 
     def _write(self, save: Save, work: Work) -> None:
-        """The order makes a kill harmless at any moment; docs/checkpoints.md has the table."""
+        """The order makes a kill harmless at any moment; SYSTEM_OVERVIEW.md has the table."""
         rank, is_main = self.world.rank, self.world.is_main
         if is_main:
             _begin(save, self.bytes, self.start)
