@@ -46,7 +46,7 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_650,
+    "lines of the product": 38_700,
     "lines that train.py reaches": 24_590,
     "lines of ops/": 6_440,
     "lines of bench/": 3_420,
