@@ -45,7 +45,7 @@ def test_the_training_and_the_evaluations_are_those_of_any_other_machine(machine
         assert config["tokens_per_iter"] == info["tokens_per_iter"] == 256
         assert info["micro_batch"]["stated"] == {**AUTO, "loss_chunks": "auto"}
         assert info["micro_batch"]["device"] == f"a GPU for {batch_size} sequences"
-        assert f"{batch_size} x 32 tokens (auto: the largest that fits" in capfd.readouterr().out
+        assert f"{batch_size} x 32 tokens (auto: fits by the estimate)" in capfd.readouterr().out
     for section, names in (
         ("training_iterations", ("iter", "loss")),
         ("eval_steps", ("val_loss", "train_loss")),
