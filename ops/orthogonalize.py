@@ -15,7 +15,7 @@ while those of random matrices stayed below 1.15. So G is computed anew after th
 digits of float16 where X is bf16. The last three steps may leave singular values of up to 1.3.
 
 On a GPU, G and the other symmetric products are computed below the diagonal and mirrored
-(ops/triton_kernels/symmetric.py). What a matrix becomes does not depend on those that are beside it.
+(ops/triton_kernels/symmetric.py), and what a matrix becomes does not depend on those that are beside it.
 
 B matrices · M rows · N columns
 """

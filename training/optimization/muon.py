@@ -105,7 +105,8 @@ class Muon(torch.optim.Optimizer):
             for part in matrices:  # _apply() scales the whole weight as its first matrix wants it
                 by_shape.setdefault(part.shape, []).append((part, rms_scale(part) / rms_scale(matrices[0])))
         for shape, parts in by_shape.items():
-            count = max(1, BATCH // shape.numel())
+            # a CPU's bf16 products have other bits in a batch of another size
+            count = max(1, BATCH // shape.numel()) if parts[0][0].is_cuda else 1
             for some in (parts[i : i + count] for i in range(0, len(parts), count)):
                 results = orthogonalize([part for part, _ in some])
                 for (part, scale), result in zip(some, results, strict=True):
