@@ -13,6 +13,7 @@ weight_tying = True
 batch_size = 32
 gradient_accumulation_steps = "auto"
 tokens_per_iter = 65_536
+use_cuda_graphs = True  # in fp8, 1.37 times as fast: the GPU would wait for the host
 max_iters = 640  # 41.9 M tokens
 
 learning_rate = 1e-3

@@ -4,7 +4,8 @@ inside; model.py does not.
 amax is the largest magnitude of a tensor, which an fp8 matmul needs before it can cast (ops/float8.py).
 Whoever writes a tensor finds it for nothing. In the forward it comes with the tensor. In the backward, only
 gradients can be handed on: `gradient_amax` is a scalar that nobody reads, and its gradient is the amax of
-value's gradient. An operation that takes an Activation computes that gradient, or calls plain().
+value's gradient. An operation that takes an Activation computes that gradient and adds the bias, or calls
+plain().
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ class Activation(NamedTuple):
     gradient_amax: torch.Tensor | None = None  # () fp32; None: nobody needs it
     source: tuple | None = None  # the arguments of ops/norm.py's norm_again, which computes value again
     opaque: bool = False  # a kernel wrote it into which torch.compile does not see
+    bias: torch.Tensor | None = None  # (C,), still to be added to value; amax and source do not know it
 
     @staticmethod
     def of(x: torch.Tensor | Activation) -> Activation:
         return x if isinstance(x, Activation) else Activation(x)
 
+    def with_bias(self) -> torch.Tensor:
+        return self.value if self.bias is None else self.value + self.bias
+
     def plain(self) -> torch.Tensor:
-        """value, for an operation that does not find its gradient's amax: a pass of its own does."""
-        return self.value if self.gradient_amax is None else _FindAmax.apply(self.value, self.gradient_amax)
+        """with_bias(), for an operation that does not find its gradient's amax: a pass of its own does."""
+        x = self.with_bias()
+        return x if self.gradient_amax is None else _FindAmax.apply(x, self.gradient_amax)
 
 
 class _FindAmax(torch.autograd.Function):

@@ -37,10 +37,12 @@ def split_heads(
     """qkv (B, T, (H + 2K) D), a row q, then k, then v -> q (B, T, H, D), k and v (B, T, K, D); q and k
     normalized and rotated, if there are norms and angles."""
     if rotary is not None and _kernel_fits(qkv.value, rotary):
+        if q_norm is not None and qkv.bias is not None:  # the kernel has one or the other
+            qkv = Activation(qkv.plain())
         layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
         # the norms' weights need gradients, so they are arguments by themselves
         norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
-        return SplitHeads.apply(qkv.value, qkv.gradient_amax, *norms, layout)
+        return SplitHeads.apply(qkv.value, qkv.bias, qkv.gradient_amax, *norms, layout)
     x = qkv.plain()
     B, T, width = x.shape
     D = width // (n_head + 2 * n_kv_head)
@@ -90,6 +92,7 @@ class HeadLayout(NamedTuple):
 @custom_op("nanomfu::heads", mutates_args=())
 def heads_forward(
     qkv: torch.Tensor,
+    bias: torch.Tensor | None,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     cos: torch.Tensor,
@@ -97,17 +100,18 @@ def heads_forward(
     n_head: int,
     n_kv_head: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of split_heads."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of split_heads; with norms, v has no heads."""
     from ops.triton_kernels.heads import triton_heads
 
-    return triton_heads(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
+    return triton_heads(qkv.contiguous(), bias, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
 
 
 @heads_forward.register_fake
-def _(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
+def _(qkv, bias, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
     B, T, D = qkv.shape[0], qkv.shape[1], 2 * cos.shape[1]
-    return tuple(qkv.new_empty(B, T, heads, D) for heads in (n_head, n_kv_head))
+    counts = n_head, n_kv_head, n_kv_head if q_weight is None else 0
+    return tuple(qkv.new_empty(B, T, heads, D) for heads in counts)
 
 
 @custom_op("nanomfu::heads_backward", mutates_args=())
@@ -121,44 +125,47 @@ def heads_backward(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
+    bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dqkv, its amax (one number), and the norm weights' gradients (2, D), or (2, 0). Only norms need qkv."""
+    """dqkv, its amax (one number), and the gradients, fp32, of the norms' weights (2, D), or of the bias
+    (width,), or (0,). Only norms need qkv."""
     from ops.triton_kernels.heads import triton_heads_backward
 
     dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
     qkv = None if qkv is None else qkv.contiguous()
-    return triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
+    return triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, bias)
 
 
 @heads_backward.register_fake
-def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
+def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, bias):
     B, T, H, D = dq.shape
-    wide = {"dtype": torch.float32}
     width = (H + 2 * dk.shape[2]) * D
-    dweights = dq.new_empty(2, 0 if q_weight is None else D, **wide)
-    return dq.new_empty(B, T, width), dq.new_empty((), **wide), dweights
+    shape = (width if bias else 0,) if q_weight is None else (2, D)
+    amax, sums = (dq.new_empty(size, dtype=torch.float32) for size in ((), shape))
+    return dq.new_empty(B, T, width), amax, sums
 
 
 class SplitHeads(torch.autograd.Function):
     """split_heads on a GPU: an operator for torch.compile may not return a view, a function may."""
 
     @staticmethod
-    def forward(ctx, qkv, gradient_amax, q_weight, k_weight, layout: HeadLayout):
+    def forward(ctx, qkv, bias, gradient_amax, q_weight, k_weight, layout: HeadLayout):
         n_head, n_kv_head, rotary, eps = layout
-        q, k = heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, eps)
-        v = qkv.unflatten(-1, (-1, q.shape[-1]))[:, :, n_head + n_kv_head :]
+        q, k, v = heads_forward(qkv, bias, q_weight, k_weight, *rotary, n_head, n_kv_head, eps)
         # Norms need qkv in their backward, so v stays inside of it and is not copied. Without norms nobody
         # needs qkv, and a copy of v lets it be freed.
-        if q_weight is None:
-            v, qkv = v.contiguous(), None
-        ctx.save_for_backward(qkv, q_weight, k_weight, *rotary)
+        if q_weight is not None:
+            v = qkv.unflatten(-1, (-1, q.shape[-1]))[:, :, n_head + n_kv_head :]
+        ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, *rotary)
         ctx.eps, ctx.tells_amax = eps, gradient_amax is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return q, k, v
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         kept = ctx.saved_tensors  # once: what torch.utils.checkpoint() computes again can be taken only once
-        dqkv, amax, dweights = heads_backward(dq, dk, dv, *kept, ctx.eps)
+        dqkv, amax, sums = heads_backward(dq, dk, dv, *kept, ctx.eps, ctx.bias_dtype is not None)
         weight = kept[1]
-        dnorms = (None, None) if weight is None else dweights.to(weight.dtype).unbind(0)
-        return dqkv, amax if ctx.tells_amax else None, *dnorms, None
+        dbias = None if ctx.bias_dtype is None else sums.to(ctx.bias_dtype)
+        dnorms = (None, None) if weight is None else sums.to(weight.dtype).unbind(0)
+        return dqkv, dbias, amax if ctx.tells_amax else None, *dnorms, None

@@ -30,19 +30,19 @@ class Linear(nn.Linear):
     low_precision: Any = None  # the Quantized of a subclass in ops/quantized_linear.py
 
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
-        return self.project(Activation.of(x))[0]
+        return self.project(Activation.of(x)).with_bias()
 
     def activation(self, x: torch.Tensor | Activation) -> Activation:
         """forward(), for an operation that takes an Activation."""
-        value, gradient_amax = self.project(Activation.of(x), tells_amax=True)
-        return Activation(value, gradient_amax=gradient_amax)
+        return self.project(Activation.of(x), tells_amax=True)
 
     def delta(self, x: torch.Tensor | Activation) -> Delta:
         """forward(), for the residual stream."""
-        return self.project(Activation.of(x), tells_amax=True)
+        y = self.project(Activation.of(x), tells_amax=True)
+        return y.with_bias(), y.gradient_amax
 
-    def project(self, x: Activation, tells_amax: bool = False) -> Delta:
-        """The product, and, if tells_amax and if it helps, a gradient_amax (ops/activation.py)."""
+    def project(self, x: Activation, tells_amax: bool = False) -> Activation:
+        """The product and, if tells_amax and if it helps, a gradient_amax (ops/activation.py)."""
         value, learns = x.value, torch.is_grad_enabled()
         weight, bias, added = self.operands(value.dtype)
         if learns and self.recomputes_input and x.source is not None:
@@ -56,7 +56,7 @@ class Linear(nn.Linear):
             y = _Product.apply(gradients, value.detach(), weight.detach())
         else:
             y = LinearFunction.apply(value, weight, self.weight_grad)
-        return (y if added is None else y + added), None
+        return Activation(y, bias=added)
 
     def operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The weight, a bias for inside of the matmul, and one to be added after it."""

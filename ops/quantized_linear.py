@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops.activation import Activation, Delta
+from ops.activation import Activation
 from ops.linear import Linear
 
 
@@ -68,13 +68,14 @@ class QuantizedLinear(Linear):
     gradient_dtype: torch.dtype
     state: Any = None
 
-    def project(self, x: Activation, tells_amax: bool = False) -> Delta:
+    def project(self, x: Activation, tells_amax: bool = False) -> Activation:
         tells_amax = tells_amax and self.one_scale and x.value.is_cuda
         found = QuantizedMatmul.apply(
             x.value, self.known_amax(x), self.weight, self.low_precision, tells_amax
         )
         y, gradient_amax = found if tells_amax else (found, None)
-        return (y if self.bias is None else y + self.bias.to(y.dtype)), gradient_amax
+        bias = None if self.bias is None else self.bias.to(y.dtype)
+        return Activation(y, gradient_amax=gradient_amax, bias=bias)
 
     def known_amax(self, x: Activation) -> torch.Tensor | None:
         return x.amax

@@ -50,11 +50,10 @@ def _recomputed_projection(attn, qkv: Activation, rotary, mask) -> Delta:
     if not torch.is_grad_enabled():
         return run(attn, qkv, rotary, mask)
 
-    def value(x: torch.Tensor, gradient_amax: torch.Tensor | None) -> torch.Tensor:
-        return run(attn, Activation(x, gradient_amax=gradient_amax), rotary, mask)[0]
+    def value(*parts: torch.Tensor | None) -> torch.Tensor:
+        return run(attn, _projected(*parts), rotary, mask)[0]
 
-    inputs = qkv.value, qkv.gradient_amax
-    return _again(value, *inputs, keep_rng=_draws(attn), flex=mask is not None), None
+    return _again(value, *_parts(qkv), keep_rng=_draws(attn), flex=mask is not None), None
 
 
 def _recomputed_heads(attn, qkv: Activation, rotary, mask) -> torch.Tensor:
@@ -65,11 +64,20 @@ def _recomputed_heads(attn, qkv: Activation, rotary, mask) -> torch.Tensor:
     if not torch.is_grad_enabled() or not (copies or attn.recomputes_attention):
         return run(attn, qkv, rotary, mask)
 
-    def heads(x: torch.Tensor, gradient_amax: torch.Tensor | None) -> torch.Tensor:
-        return run(attn, Activation(x, gradient_amax=gradient_amax), rotary, mask)
+    def heads(*parts: torch.Tensor | None) -> torch.Tensor:
+        return run(attn, _projected(*parts), rotary, mask)
 
     how = {"keep_products": not attn.recomputes_attention, "flex": mask is not None}
-    return _again(heads, qkv.value, qkv.gradient_amax, keep_rng=_draws(attn), **how)
+    return _again(heads, *_parts(qkv), keep_rng=_draws(attn), **how)
+
+
+def _parts(qkv: Activation) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of what a Linear has projected; _projected() puts them together."""
+    return qkv.value, qkv.gradient_amax, qkv.bias
+
+
+def _projected(value, gradient_amax, bias) -> Activation:
+    return Activation(value, gradient_amax=gradient_amax, bias=bias)
 
 
 def _draws(attn) -> bool:

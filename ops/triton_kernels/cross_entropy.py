@@ -22,7 +22,10 @@ from ops.triton_kernels.float8 import (
 )
 
 # A thread reads VECTOR neighbors at once, PARTS times before it computes: so many loads are on their way.
-VECTOR, PARTS, LOSS_WARPS = 8, 4, 8
+VECTOR, PARTS = 8, 4
+# A program reads its row twice. The second time it comes from the L2 cache, if few rows are at work: so a
+# program has 16 warps, and 32 for a long row. Measured on an H100 at 32,000 to 151,936 (LOG.md).
+LONG_ROW = 65_536
 TARGETS = 128  # of a program that handles nothing else
 
 
@@ -56,8 +59,8 @@ def _cross_entropy(
         parts = ()
         for part in tl.static_range(PARTS):
             column, inside = _row_part(logits, start, part, V, THREADS, VECTOR)
-            x = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
-            parts += (x,)  # type: ignore[assignment]  # Triton unrolls the loop
+            x = tl.load(logits + column, mask=inside, other=-float("inf"), eviction_policy="evict_last")
+            parts += (x.to(tl.float32),)  # type: ignore[assignment]  # Triton unrolls the loop
         for part in tl.static_range(PARTS):
             new = tl.maximum(new, tl.max(parts[part], 1) * LOG2_E)
         total *= exp2(highest - new)
@@ -75,15 +78,18 @@ def _cross_entropy(
         tl.store(log2_sums + row, log2_sum)
     if GRADIENT:
         tl.debug_barrier()  # the target's logit has been read by all before it is overwritten
-        for start in range(0, V, THREADS * VECTOR * PARTS):
+        STEP: tl.constexpr = THREADS * VECTOR * PARTS
+        for start in range(0, V, STEP):
+            last = (V - 1) // STEP * STEP - start  # from the end, which the cache had last
             for part in tl.static_range(PARTS):
-                column, inside = _row_part(logits, start, part, V, THREADS, VECTOR)
+                column, inside = _row_part(logits, last, part, V, THREADS, VECTOR)
                 x = tl.load(logits + column, mask=inside, other=0.0)
-                tl.store(logits + column, _probability(x, log2_sum).to(x.dtype), mask=inside)
+                p = _probability(x, log2_sum).to(x.dtype)
+                tl.store(logits + column, p, mask=inside, eviction_policy="evict_first")
         tl.debug_barrier()
         # the one-hot vector by itself: one comparison a row and not one a number
-        p = _probability(picked, log2_sum) - 1.0
-        tl.store(logits + target, p.to(logits.dtype.element_ty), mask=counted)
+        one_less = _probability(picked, log2_sum) - 1.0
+        tl.store(logits + target, one_less.to(logits.dtype.element_ty), mask=counted)
 
 
 @triton.jit
@@ -124,9 +130,10 @@ def triton_cross_entropy(
     softmax's sums go to log2_sums (N,) fp32, if it is given; inf for a negative target."""
     N, V = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
+    warps = 16 if V <= LONG_ROW else 32
     _cross_entropy[(N,)](
         logits, targets, losses, log2_sums, V, GRADIENT=gradient, LOG_SUMS=log2_sums is not None,
-        THREADS=32 * LOSS_WARPS, VECTOR=VECTOR, PARTS=PARTS, num_warps=LOSS_WARPS,
+        THREADS=32 * warps, VECTOR=VECTOR, PARTS=PARTS, num_warps=warps,
     )  # fmt: skip
     return losses
 

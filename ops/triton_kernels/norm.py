@@ -154,9 +154,9 @@ def triton_add_norm_backward(
 
 
 def _stages_and_warps(block: int, itemsize: int) -> tuple[int, int]:
-    """Measured on an H200 at widths of 1536, 2048, 2304 and 4096 (LOG.md). Stages: rows of three tensors in
-    shared memory, and the one that is computed."""
+    """Measured at widths of 1536, 2048, 2304 and 4096 on an H200, and of 768 to 2048 on an H100 (LOG.md).
+    Stages: rows of three tensors in shared memory, and the one that is computed."""
     if block > 4096:
         return 1, 8
-    wanted = 2 if block <= 2048 else 3
+    wanted = 2 if block == 2048 else 3
     return min(wanted, 1 + STAGED_BYTES // (3 * block * itemsize)), 4

@@ -30,16 +30,17 @@ def test_the_swiglu_kernel_equals_its_plain_form(shape):
     close(dfused.cpu(), dx, 3e-3)
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("weights", ["norms", "bias", "none"])
 @pytest.mark.parametrize(
     "heads", [(16, 8, 128), (18, 18, 128), (25, 5, 64), (40, 8, 128), (3, 1, 32), (5, 1, 80)]
 )
-def test_the_heads_kernel_equals_its_plain_form(heads, norm):
+def test_the_heads_kernel_equals_its_plain_form(heads, weights):
     H, K, D = heads
     B, T = 3, 67
     rotary = rotary_angles(T, D, 1e4)
     qkv = random(B, T, (H + 2 * K) * D)
-    norms = [RMSNorm(D, CONFIG.norm_eps) if norm else None for _ in range(2)]
+    norms = [RMSNorm(D, CONFIG.norm_eps) if weights == "norms" else None for _ in range(2)]
+    bias = random(qkv.shape[-1]).bfloat16().float() if weights == "bias" else None
     for i, module in enumerate(norms):
         if module:
             module.weight.data = 1 + 0.3 * random(D, std=1.0 + i)
@@ -48,10 +49,12 @@ def test_the_heads_kernel_equals_its_plain_form(heads, norm):
     def run(device, dtype):
         x = qkv.to(device, dtype).requires_grad_()
         moved = [module.to(device) if module else None for module in norms]
-        weights = [module.weight for module in moved if module]
-        parts = split_heads(Activation(x), H, K, Rotary(*(t.to(device) for t in rotary)), *moved)
+        added = None if bias is None else bias.to(device, dtype).requires_grad_()
+        learned = [module.weight for module in moved if module] + [added] * (weights == "bias")
+        turned = Rotary(*(t.to(device) for t in rotary))
+        parts = split_heads(Activation(x, bias=added), H, K, turned, *moved)
         loss = sum((p * o.to(device, dtype)).float().sum() for p, o in zip(parts, outputs, strict=True))
-        return [t.cpu() for t in (*parts, *gradients(loss, x, *weights))]
+        return [t.cpu() for t in (*parts, *gradients(loss, x, *learned))]
 
     qkv = qkv.bfloat16().float()
     outputs = [o.bfloat16().float() for o in outputs]

@@ -61,7 +61,8 @@ def let_layers_ask(monkeypatch, layers_tell: bool) -> None:
         assert self.bias is None
         asks = tells_amax and layers_tell
         found = QuantizedMatmul.apply(x.value, self.known_amax(x), self.weight, self.low_precision, asks)
-        return found if asks else (found, None)
+        y, gradient_amax = found if asks else (found, None)
+        return Activation(y, gradient_amax=gradient_amax)
 
     def compute(x, up, activation, down):
         if activation is not swiglu:

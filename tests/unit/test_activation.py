@@ -49,8 +49,9 @@ TAKERS = {
 }
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("taker", TAKERS)
-def test_a_layer_gets_the_amax_of_its_gradient_whoever_takes_what_it_wrote(taker, monkeypatch):
+def test_a_layer_gets_the_amax_of_its_gradient_whoever_takes_what_it_wrote(taker, bias, monkeypatch):
     fake_norm.use(monkeypatch)
     if taker == "heads by a kernel":
         fake_heads.use(monkeypatch)
@@ -64,6 +65,8 @@ def test_a_layer_gets_the_amax_of_its_gradient_whoever_takes_what_it_wrote(taker
     monkeypatch.setattr(Float8Linear, "quantize_gradient", staticmethod(noted))
     activation = layer.activation(x)
     assert activation.gradient_amax is not None
+    if bias:
+        activation = activation._replace(bias=random_bf16(WIDTH))
     TAKERS[taker](activation).sum().backward()
     ((largest, told),) = seen
     assert told.amax() == largest > 0

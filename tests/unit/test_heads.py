@@ -14,6 +14,7 @@ from ops.norm import RMSNorm
 B, T, C, H, K, D = 2, 5, 32, 4, 2, 16
 ROTARY = rotary_angles(T, D, 1e4)
 NORMED = pytest.mark.parametrize("normed", [True, False])
+BIASED = pytest.mark.parametrize("biased", [True, False])
 
 
 @pytest.fixture
@@ -29,22 +30,25 @@ def norms(normed):
     return made
 
 
-def results(function, x, normed):
-    """q, k, v, and the gradients of x and of the norms' weights."""
+def results(function, x, normed, biased):
+    """q, k, v, and the gradients of x, of the norms' weights and of the bias."""
     x, used = x.clone().requires_grad_(), norms(normed)
-    parts = function(Activation(x), H, K, ROTARY, *used)
+    bias = random(x.shape[-1]).requires_grad_() if biased else None
+    parts = function(Activation(x, bias=bias), H, K, ROTARY, *used)
     loss = sum((part * random(B, T, n, D)).sum() for part, n in zip(parts, (H, K, K), strict=True))
-    return [*parts, *gradients(loss, x, *(norm.weight for norm in used if norm is not None))]
+    learned = [norm.weight for norm in used if norm is not None] + [bias] * biased
+    return [*parts, *gradients(loss, x, *learned)]
 
 
 @NORMED
+@BIASED
 @pytest.mark.parametrize("compiled", [False, True])
-def test_heads_by_kernels_have_the_values_and_gradients_of_plain_heads(request, normed, compiled):
+def test_heads_by_kernels_have_the_values_and_gradients_of_plain_heads(request, normed, biased, compiled):
     qkv = random(B, T, (H + 2 * K) * D)
-    expected = results(split_heads, qkv, normed)
+    expected = results(split_heads, qkv, normed, biased)
     request.getfixturevalue("kernels")
     split = torch.compile(split_heads, backend="aot_eager", fullgraph=True) if compiled else split_heads
-    for got, value in zip(results(split, qkv, normed), expected, strict=True):
+    for got, value in zip(results(split, qkv, normed, biased), expected, strict=True):
         close(got, value, 1e-6)
 
 

@@ -131,7 +131,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
-    from ops.triton_kernels.heads import triton_heads
+    from ops.triton_kernels.heads import triton_heads, triton_heads_backward
     from ops.triton_kernels.mxfp8 import triton_mxfp8
     from ops.triton_kernels.norm import triton_add_norm, triton_norm
     from ops.triton_kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
@@ -147,7 +147,11 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_add_norm(x, x, weight, None, 1e-6, False)
     triton_norm(x, weight, None, 1e-6, False)
     angles = torch.zeros(16, 64)
-    triton_heads(x[None].repeat(1, 1, 2), weight[:128], weight[:128], angles, angles, 16, 8, 1e-6)
+    qkv, heads_weight = x[None].repeat(1, 1, 2), weight[:128]
+    triton_heads(qkv, None, heads_weight, heads_weight, angles, angles, 16, 8, 1e-6)
+    triton_heads(qkv, qkv[0, 0], None, None, angles, angles, 16, 8, 1e-6)
+    dq, dk = qkv[:, :, :2048].view(1, 16, 16, 128), qkv[:, :, :1024].reshape(1, 16, 8, 128)
+    triton_heads_backward(dq, dk, dk, None, None, None, angles, angles, 1e-6, True)
     start_backwards(tokens=16)
     triton_swiglu(x, 2048)
     triton_swiglu_backward(x, x[:, :1024].contiguous(), 2048)
