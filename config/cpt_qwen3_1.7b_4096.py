@@ -8,8 +8,7 @@
 # differs (8 sequences that validate are one iteration less):
 # - weight decay is on matrices only; there it was on all weights, also those of the norms
 # - the loss is the mean of all 32 sequences of an iteration; there it was that of the last 8
-# - the warm-up begins at 1/101 of the rate, there at 0; another order of the samples; and each epoch cuts the
-#   tokens at other places, there all epochs had the same sequences
+# - the warm-up begins at 1/101 of the rate, there at 0; another order of the samples, cut anew each epoch
 # - there was no validation; here 0.1 % of the samples validate
 out_dir = "out-cpt-qwen3-1.7b-4096"
 dataset = "mds"

@@ -50,10 +50,10 @@ def _recomputed_projection(attn, qkv: Activation, rotary, mask) -> Delta:
     if not torch.is_grad_enabled():
         return run(attn, qkv, rotary, mask)
 
-    def value(*parts: torch.Tensor | None) -> torch.Tensor:
-        return run(attn, _projected(*parts), rotary, mask)[0]
+    def value(*parts) -> torch.Tensor:
+        return run(attn, Activation(*parts), rotary, mask)[0]
 
-    return _again(value, *_parts(qkv), keep_rng=_draws(attn), flex=mask is not None), None
+    return _again(value, *qkv, keep_rng=_draws(attn), flex=mask is not None), None
 
 
 def _recomputed_heads(attn, qkv: Activation, rotary, mask) -> torch.Tensor:
@@ -64,20 +64,11 @@ def _recomputed_heads(attn, qkv: Activation, rotary, mask) -> torch.Tensor:
     if not torch.is_grad_enabled() or not (copies or attn.recomputes_attention):
         return run(attn, qkv, rotary, mask)
 
-    def heads(*parts: torch.Tensor | None) -> torch.Tensor:
-        return run(attn, _projected(*parts), rotary, mask)
+    def heads(*parts) -> torch.Tensor:
+        return run(attn, Activation(*parts), rotary, mask)
 
     how = {"keep_products": not attn.recomputes_attention, "flex": mask is not None}
-    return _again(heads, *_parts(qkv), keep_rng=_draws(attn), **how)
-
-
-def _parts(qkv: Activation) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of what a Linear has projected; _projected() puts them together."""
-    return qkv.value, qkv.gradient_amax, qkv.bias
-
-
-def _projected(value, gradient_amax, bias) -> Activation:
-    return Activation(value, gradient_amax=gradient_amax, bias=bias)
+    return _again(heads, *qkv, keep_rng=_draws(attn), **how)
 
 
 def _draws(attn) -> bool:
@@ -121,7 +112,7 @@ class SwiGLULinear(torch.autograd.Function):
 
 def _again(
     function: Callable[..., torch.Tensor],
-    *inputs: torch.Tensor | None,
+    *inputs,
     keep_rng: bool,
     keep_products: bool = False,
     flex: bool = False,

@@ -225,9 +225,7 @@ def triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps: fl
     walkers = min(triton.cdiv(walking_programs(dq.device, HEADS_PROGRAMS), blocks), B * T)
     parts = (walkers * blocks, 2, D) if norm else (walkers, width if bias else 0)
     dqkv = torch.empty(B, T, width, dtype=dq.dtype, device=dq.device)
-    partial, amax = (
-        torch.empty(shape, dtype=torch.float32, device=dq.device) for shape in (parts, walkers * blocks)
-    )
+    partial, amax = (dq.new_empty(size, dtype=torch.float32) for size in (parts, walkers * blocks))
     _heads_backward[(blocks, walkers)](
         qkv if norm else dq, dq, dk, dv, q_weight if norm else dq, k_weight if norm else dq,
         cos, sin, dqkv, partial, amax, B * T, T, eps,

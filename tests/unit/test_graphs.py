@@ -309,6 +309,16 @@ def test_a_snapshot_comes_back_bit_for_bit(dataset):
     assert same(now(), second)
 
 
+@pytest.mark.parametrize(
+    "config, line",
+    [("speedrun_124m", "off; try --use_cuda_graphs=True, "), ("qwen3_1.7b", "off, the eager step runs")],
+)
+def test_a_narrow_model_is_told_to_try_a_graph(run, capsys, config, line):
+    run(f"config/{config}.py", "--dry_run=True", "--gpu=H100", "--use_cuda_graphs=False")
+    (found,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("CUDA Graph:")]
+    assert found.split(None, 2)[2].startswith(line) and len(found) <= 80
+
+
 def test_train_runs_eagerly_what_cannot_be_captured(dataset, tmp_path, run, capsys):
     config = write_config(tmp_path / "run.py", **TINY, dataset=str(dataset), out_dir=str(tmp_path / "out"))
     assert run(config, "--use_cuda_graphs=True") == 0
