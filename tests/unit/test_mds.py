@@ -22,7 +22,6 @@ from data.pipeline.token_writer import split_lengths
 from data.pipeline.verified import MEMORY
 
 SHARDS = ROOT / "tests" / "support" / "mds"
-COLUMNS = {"input_ids": wrong_numbers, "attention_mask": wrong_numbers}
 SAMPLES = [(ids.tolist(), lengths.tolist()) for ids, lengths in tokens("int64", "int64")]
 
 
@@ -228,10 +227,8 @@ CONTENT = {
     "no room for offsets": (lambda c: c[:10], "cannot hold the offsets"),
     "offset outside": (lambda c: put(c, 8, 2**31), "lead outside of it"),
     "offsets backwards": (lambda c: put(c, 8, 30), "lead outside of it, or backwards"),
-    "column outside": (
-        lambda c: put(c, struct.unpack_from("<I", c, 4)[0], 2**31),
-        "columns of sample 0 take",
-    ),
+    "column outside": (lambda c: put(c, struct.unpack_from("<I", c, 4)[0], 2**31), "of sample 0 take"),
+    "id beyond": (lambda c: put(c, len(c) - 8, 70_000, 0), "token id 70000 is outside the vocabulary"),
 }
 SHARD_FIELDS = {
     "version": ({"version": 3}, "format 'mds', and 'mds' of version 2"),
@@ -342,10 +339,3 @@ def test_a_mask_of_zeros_and_ones_is_not_taken_for_lengths(prepare):
 def test_an_array_that_cannot_be_ids_is_refused(encoding, value, message):
     with pytest.raises(ValueError, match=message):
         decode_numbers(encoding, memoryview(value), "int64")
-
-
-def test_ids_beyond_the_vocabulary_are_refused(prepare, tmp_path):
-    folder = copy_of(tmp_path)
-    rewrite(folder, lambda content: put(content, len(content) - 8, 70_000, 0))
-    with pytest.raises(UserError, match="token id 70000 is outside the vocabulary"):
-        prepare(folder, *IDS)

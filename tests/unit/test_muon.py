@@ -173,14 +173,7 @@ def test_q_k_v_gate_and_up_are_matrices_of_their_own():
 
 def test_gate_and_up_are_orthogonal_each_and_scaled_each(dataset):
     """Rows of gate and up alternate; q is longer than k and v."""
-    keys = {
-        "arch_preset": "qwen3",
-        "n_head": 4,
-        "num_key_value_heads": 2,
-        "n_embd": 16,
-        "head_dim": 16,
-        "d_ff": 24,
-    }
+    keys = dict(arch_preset="qwen3", n_head=4, num_key_value_heads=2, n_embd=16, head_dim=16, d_ff=24)
     optimizer, shards = optimizer_of(dataset, learning_rate=1.0, weight_decay=0.0, min_lr=0.0, **keys)
     names = "blocks.0.attn.qkv.weight", "blocks.0.ffn.up.weight"
     before = {name: shards[name].local.detach().clone() for name in names}
@@ -232,15 +225,8 @@ def test_the_momentum_needs_muon_and_its_range():
 
 
 def test_the_record_says_who_updates_what_and_muon_s_operations():
-    keys = {
-        "arch_preset": "qwen3",
-        "n_layer": 24,
-        "n_head": 16,
-        "num_key_value_heads": 8,
-        "n_embd": 2048,
-        "d_ff": 6144,
-    }
-    config = TrainConfig(optimizer="muon", **keys)
+    keys = dict(n_layer=24, n_head=16, num_key_value_heads=8, n_embd=2048, d_ff=6144)
+    config = TrainConfig(optimizer="muon", arch_preset="qwen3", **keys)
     model = model_builder.build_model(config.model_config())
     found = describe_optimizer(model, config)
     ours, matrices, vectors = found["param_groups"]
