@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import namedtuple
+from dataclasses import asdict
 
 import torch
 from support.helpers import TINY
@@ -12,6 +13,7 @@ from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
@@ -65,6 +67,12 @@ def build(dataset, world: World | None = None, **keys) -> Parts:
     state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
     windows = make_windows(open_sources(config, scan=False), config)
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)
+
+
+def build_run(argv: list[str], world: World) -> Parts:
+    """The same, of a config file and flags."""
+    keys = asdict(load_config(argv, world.size))
+    return build(keys.pop("dataset"), world, **keys)
 
 
 def rate(iteration: int) -> float:

@@ -3,6 +3,7 @@
 health_worker.py CONFIG.py RESULTS.json
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,25 +13,18 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 import torch
 import torch.distributed as dist
 from support.bad_losses import changed, no_gradient, times
+from support.graphed_runs import build_run
 
-import model_builder
 import train
-from training.checkpoints.train_state import TrainState
-from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.faults import liveness
 from training.faults.anomalies import Diverged
 from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
 from training.optimization import update_guard
-from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale
-from training.optimization.step import EagerStep
-from training.optimization.update_guard import UpdateGuard
 from training.process.exit_status import end_process
 from training.process.launch import launch_info
 from training.process.world import World, another_connection, gather_objects, init_world, meet
 from training.records.clock import Clock
-from training.strategies.parallelize import parallelize
 
 update_guard.SPIKE_WINDOW = 16
 STRATEGIES = {
@@ -54,17 +48,12 @@ class Run:
     """One strategy's parts, and a forward that spoils its first micro-step on rank 1 where it is told to."""
 
     def __init__(self, config_path: str, strategy: str, world: World):
-        flags = [*STRATEGIES[strategy], "--skip_spikes=6"]
-        self.config = load_config([config_path, *flags], world.size)
         local_size = 1 if strategy == "hybrid" else world.size
-        self.world = World(world.rank, world.local_rank, world.size, world.device, local_size)
-        self.model = model_builder.build_model(self.config.model_config(), dtype=DTYPES[self.config.dtype])
-        self.model.init_weights("cpu", seed=0)
-        self.strategy = parallelize(self.model, self.config, self.world)
-        optimizer, scale = build_optimizer(self.strategy.shards, self.config), LossScale(False, world.device)
-        guard = UpdateGuard(self.config, world.device)
-        self.step = EagerStep(self.strategy, optimizer, scale, self.config, guard)
-        self.state = TrainState(self.strategy, optimizer, scale, self.world, guard)
+        self.world = dataclasses.replace(world, local_size=local_size)
+        parts = build_run([config_path, *STRATEGIES[strategy], "--skip_spikes=6"], self.world)
+        self.step, self.state, self.config = parts.step, parts.state, parts.config
+        self.strategy = self.state.strategy
+        self.model = self.strategy.module
         self.generator, self.fault = torch.Generator().manual_seed(world.rank), None
         self.strategy.forward, self.agree = self.forward, self.strategy.loss_and_norm
         self.strategy.loss_and_norm = self.noted

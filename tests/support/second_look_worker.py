@@ -12,20 +12,12 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 import torch
 import torch.distributed as dist
 from support.flipped_bits import flip, flip_activation, flip_gradient
+from support.graphed_runs import build_run
 
-import model_builder
-from training.checkpoints.train_state import TrainState
-from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.faults.anomalies import AnomalyPolicy, Diverged
-from training.optimization.low_precision import use_low_precision
-from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale
-from training.optimization.step import EagerStep
-from training.optimization.update_guard import UpdateGuard
 from training.process.exit_status import end_process
 from training.process.world import World, gather_objects, init_world
-from training.strategies.parallelize import parallelize
 
 WEIGHT = "blocks.0.ffn.down.weight"
 TWO = "--gradient_accumulation_steps=2"
@@ -47,17 +39,9 @@ class Run:
     """One strategy's parts."""
 
     def __init__(self, config_path: str, strategy: str, world: World):
-        self.config, self.world = load_config([config_path, *STRATEGIES[strategy]], world.size), world
-        model = model_builder.build_model(self.config.model_config(), dtype=DTYPES[self.config.dtype])
-        model.init_weights("cpu", seed=0)
-        low_precision = use_low_precision(model, self.config, world)
-        self.strategy = parallelize(model, self.config, world)
-        optimizer, scale = build_optimizer(self.strategy.shards, self.config), LossScale(False, world.device)
-        guard = UpdateGuard(self.config, world.device)
-        self.step = EagerStep(
-            self.strategy, optimizer, scale, self.config, guard, low_precision=low_precision
-        )
-        self.state = TrainState(self.strategy, optimizer, scale, world, guard, low_precision)
+        parts = build_run([config_path, *STRATEGIES[strategy]], world)
+        self.step, self.state, self.config = parts.step, parts.state, parts.config
+        self.strategy, self.world = self.state.strategy, world
         self.generator = torch.Generator().manual_seed(world.rank)
 
     def iterate(self, second_look: bool = False):
