@@ -155,7 +155,10 @@ def goodput(folder: Path, processes: int, argv: list[str], minutes: float, every
         # none before the first row after the last one: each kill ends training, no start
         trains = killed.marks["write"] and killed.marks["write"][-1]["pid"] in killed.ranks()
         if trains and time.time() - began > every_s * (kills + 1):
-            killed.end_rank("SIGKILL")
+            try:
+                killed.end_rank("SIGKILL")
+            except ProcessLookupError:  # it has ended by itself
+                continue
             kills += 1
     seconds = time.time() - began
     if killed.torchrun.returncode or not kills:
