@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -155,11 +156,9 @@ def goodput(folder: Path, processes: int, argv: list[str], minutes: float, every
         # none before the first row after the last one: each kill ends training, no start
         trains = killed.marks["write"] and killed.marks["write"][-1]["pid"] in killed.ranks()
         if trains and time.time() - began > every_s * (kills + 1):
-            try:
+            with contextlib.suppress(ProcessLookupError):  # of a rank that has ended by itself
                 killed.end_rank("SIGKILL")
-            except ProcessLookupError:  # it has ended by itself
-                continue
-            kills += 1
+                kills += 1
     seconds = time.time() - began
     if killed.torchrun.returncode or not kills:
         raise RunError(f"the second run failed, or ended before a kill: see {killed.log}")

@@ -1,4 +1,4 @@
-"""From the projection q, k, v to the heads of attention: QK-norm, rotary positions.
+"""From the projection q, k, v to the heads of attention: its bias or QK-norm, rotary positions.
 
 B batch · T sequence · H query heads · K key/value heads · D head width
 """

@@ -33,7 +33,7 @@ class Linear(nn.Linear):
         return self.project(Activation.of(x)).with_bias()
 
     def activation(self, x: torch.Tensor | Activation) -> Activation:
-        """forward(), for an operation that takes an Activation."""
+        """forward(), for an operation that takes an Activation; it may still have to add the bias."""
         return self.project(Activation.of(x), tells_amax=True)
 
     def delta(self, x: torch.Tensor | Activation) -> Delta:

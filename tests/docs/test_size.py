@@ -46,10 +46,10 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_762,
+    "lines of the product": 38_760,
     "lines that train.py reaches": 24_660,
     "lines of ops/": 6_500,
-    "lines of bench/": 3_422,
+    "lines of bench/": 3_421,
     "lines of configs": 509,
     "lines of training/": 15_300,
     "keys": 107,

@@ -227,7 +227,10 @@ CONTENT = {
     "no room for offsets": (lambda c: c[:10], "cannot hold the offsets"),
     "offset outside": (lambda c: put(c, 8, 2**31), "lead outside of it"),
     "offsets backwards": (lambda c: put(c, 8, 30), "lead outside of it, or backwards"),
-    "column outside": (lambda c: put(c, struct.unpack_from("<I", c, 4)[0], 2**31), "of sample 0 take"),
+    "column outside": (
+        lambda c: put(c, struct.unpack_from("<I", c, 4)[0], 2**31),
+        "columns of sample 0 take",
+    ),
     "id beyond": (lambda c: put(c, len(c) - 8, 70_000, 0), "token id 70000 is outside the vocabulary"),
 }
 SHARD_FIELDS = {

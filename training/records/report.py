@@ -27,8 +27,8 @@ log = logging.getLogger("nanomfu")
 Section = list[tuple[str, str]]
 
 WINDOWS = {"stream": "tokens cut anywhere", "truncate": "whole documents, long ones cut off"}
-NARROW = 1024  # widths at which a GPU may wait for the host: 1.37 times faster in fp8 at 768 (LOG.md)
 MASKS = {True: "documents do not see each other", False: "no mask between documents"}
+NARROW = 1024  # widths at which a GPU may wait for the host: 1.37 times faster in fp8 at 768 (LOG.md)
 
 
 def announce(logger: Logger) -> None:
@@ -226,11 +226,10 @@ def _precision(config: TrainConfig, info: dict) -> str:
 
 
 def _cuda_graphs(config: TrainConfig) -> str:
-    if not config.use_cuda_graphs:
-        if config.device == "cuda" and config.n_embd <= NARROW:
-            return "off; try --use_cuda_graphs=True, a narrow model"
-        return "off, the eager step runs"
     obstacle = cuda_graphs_obstacle(config)
+    if not config.use_cuda_graphs:
+        helps = obstacle is None and config.n_embd <= NARROW
+        return f"off{'; try --use_cuda_graphs=True, a narrow model' if helps else ', the eager step runs'}"
     return f"not used, the eager step runs: {obstacle}" if obstacle else "asked for; used if its check passes"
 
 
