@@ -100,7 +100,7 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
         if runs and not own:
             said.append("no short run ended with a loss, so no learning rate is known")
         elif waiting or not own:
-            said.append(f"{waiting or 'all'} runs are still to be done")
+            said.append(f"runs still to be done: {waiting or 'all'}")
         rows.append(row | {"note": "; ".join(said).replace("|", "/")})
     return rows
 

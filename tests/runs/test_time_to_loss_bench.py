@@ -145,7 +145,7 @@ def test_a_second_call_runs_only_what_is_missing(finished, tmp_path, monkeypatch
     (folder / "runs/muon-seed-2.1/result.json").write_text("{")  # it was killed
     assert time_to_loss.main([*again, "--time-limit=0"]) == 0
     assert "1 or more runs are left" in capsys.readouterr().out
-    assert row_of(folder, "muon")["note"].endswith("1 runs are still to be done")
+    assert row_of(folder, "muon")["note"].endswith("runs still to be done: 1")
 
 
 # --- with runs that are made up ---

@@ -37,8 +37,7 @@ from training.records.profiler import ITERATIONS
 FIXED = {
     **plan.FIXED,
     "max_iters": ITERATIONS,
-    "checkpoint_interval": 0,
-    "drift_check_interval": 0,
+    **dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0),
     "log_interval": 10,
     "profile": "time",
 }

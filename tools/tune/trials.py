@@ -12,7 +12,8 @@ from tools.tune.ladder import OutOfTime, Run
 from tools.tune.settings import Setting, Settings
 
 # Keys that trials have of their own, so that nothing but training is in their time.
-TRIAL_KEYS: Setting = {**FIXED, "checkpoint_interval": 0, "drift_check_interval": 0, "profile": None}
+OFF = dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0)
+TRIAL_KEYS: Setting = {**FIXED, **OFF, "profile": None}
 GRAPHED_FROM = 12  # iterations 8 and 9 check the capture of a CUDA graph, and the first replays follow
 
 
