@@ -134,6 +134,14 @@ def test_without_host_memory_training_waits_and_the_log_says_so(config, monkeypa
     assert equal(copies(state), checkpoint_tensors(save(saver, 1)))
 
 
+def test_a_save_does_not_make_an_out_dir_again_that_was_removed(config, root):
+    saver = make_saver(config, make_state(config))
+    root.parent.rmdir()
+    with pytest.raises(RunError, match="No such file or directory"):
+        save(saver, 1)
+    assert not root.parent.exists()
+
+
 def test_ranks_share_the_writing_of_what_all_of_them_have(config, root):
     savers = make_ranks(config, 2)
     assert in_processes(savers, 1) == [0, 0]

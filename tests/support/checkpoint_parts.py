@@ -26,6 +26,7 @@ SMALL = {**TINY, "n_layer": 1, "n_embd": 8, "n_head": 2, "num_key_value_heads": 
 
 
 def make_config(out_dir: Path, **keys) -> TrainConfig:
+    out_dir.mkdir(parents=True, exist_ok=True)  # as a run does that locks it
     return TrainConfig(**{**SMALL, "out_dir": str(out_dir), **keys})
 
 

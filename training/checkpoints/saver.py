@@ -206,7 +206,7 @@ class Saver:
 
 
 def _begin(save: Save, size: int, start: int) -> None:
-    save.root.mkdir(parents=True, exist_ok=True)
+    save.root.mkdir(exist_ok=True)  # not its parents: an out_dir that was removed stays away
     if save.is_first and (aside := move_aside(save.root, start)):
         log.info(  # one message, as the loop logs meanwhile
             f"Checkpoints that this run did not come from are now in {aside}\n"
