@@ -26,7 +26,6 @@ SMALL = {**TINY, "n_layer": 1, "n_embd": 8, "n_head": 2, "num_key_value_heads": 
 
 
 def make_config(out_dir: Path, **keys) -> TrainConfig:
-    out_dir.mkdir(parents=True, exist_ok=True)  # as a run does that locks it
     return TrainConfig(**{**SMALL, "out_dir": str(out_dir), **keys})
 
 
@@ -54,6 +53,7 @@ def copies(state: TrainState) -> dict[str, torch.Tensor]:
 
 def make_saver(config: TrainConfig, state: TrainState, start: int = 0) -> Saver:
     data = {"sha256": "0" * 64, "tokenizer": {"name": None, "sha256": None}, "splits": {}}
+    Path(config.out_dir).mkdir(parents=True, exist_ok=True)  # as a run does that locks it
     return Saver(config, state, {"run": "run_20260101_000000", "data": data}, start)
 
 
