@@ -38,6 +38,7 @@ FIXED: dict[str, object] = {
     "trackers": "",
 }
 RESERVED = (*FIXED, "out_dir", "max_iters", "log_interval", "log_save_interval", "dataset")
+UNDISTURBED = dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0)
 
 
 @dataclass
@@ -96,8 +97,7 @@ def iteration_flags(iters: int, warmup: int) -> list[str]:
     """For the first iteration, the warm-up and `iters` timed ones; no row mixes the last two."""
     fits = [n for n in range(1, iters + 1) if not iters % n and not warmup % n and iters // n >= MIN_ROWS]
     total = 1 + warmup + iters
-    interval = max(fits, default=1)
-    return [f"--max_iters={total}", f"--log_interval={interval}", f"--log_save_interval={total}"]
+    return [f"--max_iters={total}", f"--log_interval={max(fits, default=1)}", f"--log_save_interval={total}"]
 
 
 def make_plan(

@@ -1,5 +1,7 @@
 """The second look on a GPU, in the eager step and in replays of a CUDA graph; and what it costs."""
 
+import statistics
+
 import pytest
 import torch
 from support.flipped_bits import BIT, ELEMENT, flip_gradient_by
@@ -64,7 +66,7 @@ def test_it_takes_at_most_four_thousandths_of_the_time_and_100_mb(dataset, graph
     iterate(parts, step, range(12, 16), (12,))  # in a capture of its own, if there are any
     captured_bytes = torch.cuda.memory_reserved() - reserved if graph else 0
     peaks, seconds = {False: 0, True: 0}, {False: [], True: []}
-    for i in range(12):
+    for i in range(12):  # by turns, as other processes may use this GPU
         looks, batch = bool(i % 2), parts.loader.next()
         torch.cuda.reset_peak_memory_stats()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,8 +76,7 @@ def test_it_takes_at_most_four_thousandths_of_the_time_and_100_mb(dataset, graph
         ended.synchronize()
         seconds[looks].append(began.elapsed_time(ended) / 1000)
         peaks[looks] = max(peaks[looks], torch.cuda.max_memory_allocated())
-    # by turns, and the fastest of each: other processes may use this GPU
-    once, twice = min(seconds[False]), min(seconds[True])
+    once, twice = (statistics.median(seconds[looks][1:]) for looks in (False, True))
     percent, more = 100 * (twice - once) / (100 * once), captured_bytes + peaks[True] - peaks[False]
     record_property("percent", percent)
     record_property("bytes", more)

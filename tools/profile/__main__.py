@@ -37,7 +37,7 @@ from training.records.profiler import ITERATIONS
 FIXED = {
     **plan.FIXED,
     "max_iters": ITERATIONS,
-    **dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0),
+    **plan.UNDISTURBED,
     "log_interval": 10,
     "profile": "time",
 }

@@ -6,14 +6,13 @@ import argparse
 import time
 from pathlib import Path
 
-from bench.plan import FIXED, Entry, as_flags, iteration_flags
+from bench.plan import FIXED, UNDISTURBED, Entry, as_flags, iteration_flags
 from bench.runner import run_entry
 from tools.tune.ladder import OutOfTime, Run
 from tools.tune.settings import Setting, Settings
 
 # Keys that trials have of their own, so that nothing but training is in their time.
-OFF = dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0)
-TRIAL_KEYS: Setting = {**FIXED, **OFF, "profile": None}
+TRIAL_KEYS: Setting = {**FIXED, **UNDISTURBED, "profile": None}
 GRAPHED_FROM = 12  # iterations 8 and 9 check the capture of a CUDA graph, and the first replays follow
 
 
