@@ -38,7 +38,7 @@ def row(name: str, seal: dict) -> str:
 
 
 def peer_rows(name: str, seal: dict) -> list[str]:
-    entries = {entry["name"]: entry for entry in (seal["bench"] or {"entries": []})["entries"]}
+    entries = {entry["name"]: entry for entry in (seal.get("bench") or {"entries": []})["entries"]}
     lines = []
     for entry in entries.values():
         for peer, ratio in ((entry["result"] or {}).get("times_peers") or {}).items():
