@@ -103,13 +103,12 @@ def _checksum_and_sum(tensor: torch.Tensor, odd: torch.Tensor) -> tuple[torch.Te
     factor is odd, so any single element that changes, and any two that change places, change the checksum."""
     bits = tensor.view(BITS[tensor.element_size()]).reshape(-1)
     numbers = bits if tensor.element_size() == 1 else tensor.reshape(-1)
-    checksums, begin = [], 0
-    for pattern in bits.split(CHUNK):
-        checksums.append((pattern * odd[: len(pattern)]).sum())
-        if begin:
-            checksums.append(2 * begin * pattern.sum())
+    checksums, sums, begin = [], [], 0
+    for pattern, number in zip(bits.split(CHUNK), numbers.split(CHUNK), strict=True):
+        checksums.append((pattern * odd[: len(pattern)]).sum() + 2 * begin * pattern.sum())
+        sums.append(number.sum(dtype=torch.float32))
         begin += len(pattern)
-    return functools.reduce(torch.add, checksums), numbers.sum(dtype=torch.float32)
+    return functools.reduce(torch.add, checksums), functools.reduce(torch.add, sums)
 
 
 def _one_flip(change: int, size: int) -> str:
