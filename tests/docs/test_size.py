@@ -1,9 +1,9 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
 commit why a budget grows. Since 35,550 lines came Muon (900), the time to a loss in records, comparisons and
 seals (400), its reference experiment (500), matmuls of scaled blocks for Blackwell (570), what each GPU runs
-natively (110), flash-attn 4 and the peaks of these formats (230), the second look (260), seconds to the next
-step (300), costs that grow (90), the time, price and summary of a run and the hints for those who come from
-elsewhere (420), the bias of q, k, v where heads are split (70); 600 left."""
+natively (110), flash-attn 4 and the peaks of these formats (230), the second look with its kernel (300),
+seconds to the next step (300), costs that grow (90), the time, price and summary of a run and the hints for
+those who come from elsewhere (430), the bias of q, k, v where heads are split (70); 600 left."""
 
 import subprocess
 
@@ -46,9 +46,9 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_760,
-    "lines that train.py reaches": 24_660,
-    "lines of ops/": 6_500,
+    "lines of the product": 38_810,
+    "lines that train.py reaches": 24_705,
+    "lines of ops/": 6_545,
     "lines of bench/": 3_421,
     "lines of configs": 509,
     "lines of training/": 15_300,

@@ -58,8 +58,7 @@ def everything(parts) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.replicas
-def test_a_checksum_sees_each_single_bit_and_names_it(dtype, device, monkeypatch):
-    monkeypatch.setattr(second_look, "CHUNK", 100)
+def test_a_checksum_sees_each_single_bit_and_names_it(dtype, device):
     tensor = torch.randn(37, 11, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     bits = 8 * tensor.element_size()
 

@@ -27,6 +27,12 @@ def iterate(parts, step, iterations, looks=()) -> list[tuple]:
     return [(r.loss.item(), r.grad_norm.item(), r.verdict.item()) for r in results]
 
 
+def test_checksums_of_the_kernel_are_those_of_its_plain_form():
+    from support.checksum_cases import SHAPES, assert_the_kernel_equals_its_plain_form
+
+    assert_the_kernel_equals_its_plain_form((*SHAPES, (1000, 3001)), "cuda")
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     "keys", [{}, {"low_precision": "fp8_delayed"}, {"gradient_accumulation_steps": 1}], ids=str

@@ -127,6 +127,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.adamw import triton_adamw
     from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
     from ops.triton_kernels.block_scaled import triton_block_forms
+    from ops.triton_kernels.checksum import triton_checksums
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
@@ -170,7 +171,8 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     for amaxes, bits in ((None, None), (torch.ones(1), None), (torch.ones(2), key)):
         square = x.repeat(2, 1)
         triton_block_forms(square, amaxes, bits, block_forms(square, amaxes))
-    expected = 16
+    triton_checksums([x, weight, ids.byte()])
+    expected = 17
     if TABLE[compute].fp8:  # others have no instruction for it
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         triton_amax(x, torch.zeros(2), 16384)
@@ -192,6 +194,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     [
         "emulated_operands",
         "block_scaled_forms",
+        "checksum_cases",
         "fp8_delayed_casts",
         "recomputed_inputs",
         "rounded_updates",

@@ -9,7 +9,6 @@ wrong bit. A difference becomes a bit of the update guard's verdict, so that the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -20,7 +19,6 @@ from training.process.world import sum_over_ranks
 from training.strategies.strategy import Strategy
 
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # bytes of an element -> the integer of its size
-CHUNK = 2**22  # elements summed at a time, with 16 bytes of memory for each
 
 
 class SecondLook:
@@ -90,25 +88,22 @@ def _copies(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 def checksums(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """int64 (2, n): checksums; and the bits of sums in float64, which say how large a difference is."""
-    device = next(iter(tensors.values())).device
-    longest = max(min(tensor.numel(), CHUNK) for tensor in tensors.values())
-    odd = 2 * torch.arange(longest, device=device) + 1
-    checksums, sums = zip(*(_checksum_and_sum(tensor, odd) for tensor in tensors.values()), strict=True)
-    return torch.stack([torch.stack(checksums), torch.stack(sums).double().view(torch.int64)])
+    if next(iter(tensors.values())).is_cuda:
+        from ops.triton_kernels.checksum import triton_checksums
+
+        checksums, sums = triton_checksums(list(tensors.values()))
+    else:
+        checksums, sums = map(torch.stack, zip(*map(checksum_and_sum, tensors.values()), strict=True))
+    return torch.stack([checksums, sums.double().view(torch.int64)])
 
 
-def _checksum_and_sum(tensor: torch.Tensor, odd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def checksum_and_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the bit patterns, that of element i times 2i + 1, modulo 2^64, int64 (); and the sum of the
     numbers, of codes of one byte that of the codes, fp32 (). Sums of integers are exact in any order. The
     factor is odd, so any single element that changes, and any two that change places, change the checksum."""
     bits = tensor.view(BITS[tensor.element_size()]).reshape(-1)
-    numbers = bits if tensor.element_size() == 1 else tensor.reshape(-1)
-    checksums, sums, begin = [], [], 0
-    for pattern, number in zip(bits.split(CHUNK), numbers.split(CHUNK), strict=True):
-        checksums.append((pattern * odd[: len(pattern)]).sum() + 2 * begin * pattern.sum())
-        sums.append(number.sum(dtype=torch.float32))
-        begin += len(pattern)
-    return functools.reduce(torch.add, checksums), functools.reduce(torch.add, sums)
+    numbers = bits if tensor.element_size() == 1 else tensor
+    return (bits * (2 * torch.arange(len(bits)) + 1)).sum(), numbers.sum(dtype=torch.float32)
 
 
 def _one_flip(change: int, size: int) -> str:
