@@ -35,7 +35,7 @@ from training.memory.gpus import (
 )
 from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
 from training.process.launch import machine_size
-from training.records.report import report_lines
+from training.records.report import for_console, report_lines
 from training.records.startup_info import Setup, startup_info
 from training.records.utilization import count_flops
 
@@ -65,7 +65,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
-    return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *warnings])]
+    return [*for_console(lines), *(f"\nwarning: {text}" for text in [*info["warnings"], *warnings])]
 
 
 def _memory(config: TrainConfig, card: Card) -> DeviceMemory:

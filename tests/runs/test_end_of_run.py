@@ -1,6 +1,7 @@
 """However a run ends, checkpoint, record and loader are closed, and the first error is the one reported. A
 run that completes is evaluated where it ends, and says what came out and what can be done with it."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -245,3 +246,26 @@ def test_a_terminal_is_told_at_once_that_torch_is_loaded(arguments):
     assert done.returncode == 0 and "loading torch" not in done.stdout
     assert os.read(main, 100).startswith(b"loading torch ...")
     os.close(main)
+
+
+def test_a_terminal_shows_the_start_up_report_in_80_columns_and_a_pipe_gets_whole_rows():
+    command = [
+        sys.executable,
+        "train.py",
+        "config/full_qwen3_1.8b_b200_optimal.py",
+        "--dry_run",
+        "--gpu=H100",
+    ]
+    options = {"cwd": ROOT, "stderr": subprocess.DEVNULL}
+    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, **options).stdout
+    main, terminal = os.openpty()
+    with subprocess.Popen(command, stdout=terminal, **options) as process, open(main, "rb") as screen:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the process has ended
+            while part := screen.read1():
+                shown += part
+    lines = shown.decode().splitlines()
+    assert process.returncode == 0 and "Fits: " in piped
+    assert max(map(len, lines)) <= 80 < max(map(len, piped.splitlines()))
+    assert " ".join(shown.decode().split()) == " ".join(piped.split())

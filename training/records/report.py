@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+import sys
+import textwrap
 from pathlib import Path
 
 from common import units
@@ -34,7 +36,7 @@ NARROW = 1024  # widths at which a GPU may wait for the host: 1.37 times faster 
 def announce(logger: Logger) -> None:
     """Writes the report of a run that begins, and the record for the first time. Rank 0 writes."""
     config, info, record, start = logger.config, logger.info, logger.record, logger.start
-    for line in report_lines(config, info, start):
+    for line in for_console(report_lines(config, info, start)):
         log.info(line)
     if record:
         record.save()
@@ -89,6 +91,15 @@ def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
         lines += ["", "=" * 78, title, "=" * 78]
         lines += [f"{name + ':':<28} {text}" for name, text in section]
     return lines
+
+
+def for_console(rows: list[str]) -> list[str]:
+    """For a terminal, in lines of 80 columns. A file or a pipe gets whole rows."""
+    if not sys.stdout.isatty():
+        return rows
+    wrap = textwrap.TextWrapper(80, subsequent_indent=29 * " ", break_long_words=False)
+    wrap.break_on_hyphens = False
+    return [line for row in rows for line in wrap.wrap(row) or [""]]
 
 
 def _architecture(info: dict) -> Section:
