@@ -166,7 +166,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))  # each rank has a seed of its own
     progress = load_resume(resume, state)
     pretrained = begin_with_weights(config, resume, state)
-    loader = Loader(data.windows["train"], config, world, progress.samples_seen, timer)
+    loader = Loader(data.windows["train"], config, world, progress.samples_seen, timer, model.documents)
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     memory = micro_batch.describe(config, world.size, low_precision.block_scaled)
@@ -300,10 +300,9 @@ def build(
     """The model on this rank's device. It is built on the meta device, then each weight is drawn from (seed,
     its name), so that every rank starts with the same weights."""
     model_config, dtype, device = config.model_config(), DTYPES[config.dtype], world.device
-    asked, repeats = config.attention_backend, config.replay_check_interval > 0
-    attention = choose_attention(
-        asked, model_config, dtype, device, manual_attention, config.doc_masking, repeats
-    )
+    needs = config.doc_masking, config.replay_check_interval > 0, config.use_cuda_graphs
+    asked = config.attention_backend
+    attention = choose_attention(asked, model_config, dtype, device, manual_attention, *needs)
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.documents = attention.documents()
     model.init_weights(device, config.seed)

@@ -1,9 +1,8 @@
-"""Times one layer's attention by every kernel that runs here, to choose a default. Not yet run on a GPU.
+"""Times one layer's attention by every kernel that runs here, to choose a default.
 
     python -m bench.attention config/full_qwen3_1.8b_optimal.py
 
-First windows of several lengths; then documents that do not see each other, masked as in training, and by
-flash-attn 4's kernel for sequences of any length, which training does not use. TFLOPS are causal and count a
+First windows of several lengths; then documents that do not see each other. TFLOPS are causal and count a
 window as one document. One line of JSON for each kernel: its seconds with the first run include what it
 compiles. A CPU has short windows, to try the command.
 """
@@ -11,31 +10,26 @@ compiles. A CPU has short windows, to try the command.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from bench.operations import ON_A_CPU, Timing, time_attention
 from bench.process import end_with_status
 from bench.roofline import heat
 from model import manual_attention
-from ops.flash_attn_4 import PACKAGE
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.hardware.attention_kernels import CHAIN, AttentionChoice, choose_attention
+from training.hardware.attention_kernels import CHAIN, choose_attention
+from training.hardware.capability import FA4
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import leave_now
 from training.process.world import check_device
 
 LENGTHS, MASKED = (2048, 4096, 16384, 32768), 4096  # tokens of a window; of one with documents
 DOCUMENT = 207  # tokens on average, as in docs/low_precision.md
-VARLEN = "flash_attn_4, varlen"
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +38,7 @@ def main(argv: list[str]) -> int:
     lengths, masked = ((64, 128), 64) if config.device == "cpu" else (LENGTHS, MASKED)
     heat(torch.device(config.device))
     cases = [(length, name, False) for length in lengths for name in CHAIN[:-1]]
-    for length, name, documents in [*cases, (masked, "sdpa", True), (masked, VARLEN, True)]:
+    for length, name, documents in [*cases, (masked, "sdpa", True), (masked, FA4, True)]:
         sized = dataclasses.replace(config, block_size=length, batch_size=lengths[-1] // length)
         try:
             found = measure(sized, name, documents)
@@ -58,10 +52,7 @@ def measure(config: TrainConfig, name: str, documents: bool) -> dict:
     """The kernel and its figures, or the reason why it does not run here."""
     device, dtype, began = torch.device(config.device), DTYPES[config.dtype], time.perf_counter()
     starts = torch.rand(config.micro_batch, config.block_size, device=device) < 1 / DOCUMENT
-    if name == VARLEN:
-        choice = AttentionChoice(name, name, "flash-attn 4", "", varlen(starts))
-    else:
-        choice = choose_attention(name, config.model_config(), dtype, device, manual_attention, documents)
+    choice = choose_attention(name, config.model_config(), dtype, device, manual_attention, documents)
     if choice.used != name:
         return {"reason": choice.reason}
     if choice.mask:
@@ -70,17 +61,6 @@ def measure(config: TrainConfig, name: str, documents: bool) -> dict:
     timing = ON_A_CPU if config.device == "cpu" else Timing(0.2, 0.05, 6)
     found = time_attention(config, config.model_config(), dtype, device, timing, choice)
     return {**found, "with_first_run_seconds": time.perf_counter() - began}
-
-
-def varlen(starts: torch.Tensor) -> Callable:
-    """starts (B, T): where a document begins, beside the first token of each window."""
-    B, T = starts.shape
-    begins = (starts | (torch.arange(T, device=starts.device) == 0)).flatten().nonzero().flatten()
-    edges = F.pad(begins, (0, 1), value=B * T).int()
-    given = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": T, "max_seqlen_k": T}
-    function = importlib.import_module(PACKAGE).flash_attn_varlen_func
-    flat = functools.partial(torch.flatten, start_dim=0, end_dim=1)
-    return lambda q, k, v, _: function(flat(q), flat(k), flat(v), **given, causal=True)[0].view(q.shape)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ class Documents:
     # documents' numbers (B, T) -> what the kernel takes, of training/hardware/attention_kernels.py
     mask: Callable[[torch.Tensor], object]
 
+    def expect(self, marked: torch.Tensor) -> None:
+        """The marked ids (A, B, T) of the next A micro-steps, on the host."""
+        if isinstance(self.mask, Edges):
+            self.mask.expect(int(document_starts(marked).sum((1, 2)).max()))
+
     def __call__(self, marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
         """Marked ids (B, T) -> ids (B, T), positions (B, T), each counted from its document's first token,
         and the mask."""
@@ -53,6 +58,36 @@ def positions(starts: torch.Tensor) -> torch.Tensor:
     """(..., T) int64: how many tokens ago the document began."""
     index = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return index - torch.where(starts, index, 0).cummax(-1).values
+
+
+class Edges:
+    """The mask of a kernel for sequences of any length: where each document of a micro-batch begins.
+
+    Numbers (B, T) -> (room + 1,) int32; B * T in the places that are left, as documents without tokens.
+    """
+
+    def __init__(self):
+        self.room, self.told = 1, False
+
+    def expect(self, documents: int) -> None:
+        """The host says how many a micro-step of training has at most, so that nothing waits for the
+        device."""
+        self.told = True
+        self._make_room(documents)
+
+    def _make_room(self, documents: int) -> None:
+        self.room = max(self.room, 1 << documents.bit_length())  # each new size is compiled for
+
+    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
+        inside = (numbers - numbers[:, :1]).long()  # from 0 in each window
+        ends = (inside[:, -1:] + 1).cumsum(0)
+        if not (self.told and torch.is_grad_enabled()):  # nobody counts those of an evaluation
+            self._make_room(int(ends[-1]))  # sync point
+        torch._assert_async(ends[-1] < self.room, "more documents than the host was told of")
+        numbered = (inside + F.pad(ends[:-1], (0, 0, 1, 0))).flatten()
+        return torch.searchsorted(
+            numbered, torch.arange(self.room + 1, device=numbers.device), out_int32=True
+        )
 
 
 def dense_mask(numbers: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The package is flash_attn/cute, beside flash-attn 2 or alone. At the first call it compiles kernels for this
 head width, dtype and GPU. torch.compile cannot look into that, so the forward and the backward are operators
-here. The backward is an internal function: the package has no public one. Not yet run or timed on a GPU;
-its kernels were only compiled, for compute capability 9.0, 10.0, 10.3 and 12.0.
+here. The backward is an internal function: the package has no public one. It ran on an H200 (LOG.md); for
+compute capability 10.0, 10.3 and 12.0 its kernels were only compiled.
 
     B batch · T sequence · H query heads · K key/value heads · D head width
 """
@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 PACKAGE = "flash_attn.cute.interface"
-ARGUMENTS = {"flash_attn_func": ["return_lse"], "_flash_attn_bwd": ["deterministic", "dq", "dk", "dv"]}
+ARGUMENTS = {
+    "flash_attn_func": ["return_lse"],
+    "flash_attn_varlen_func": ["return_lse", "cu_seqlens_q", "max_seqlen_q"],
+    "_flash_attn_bwd": ["deterministic", "dq", "dk", "dv", "cu_seqlens_q", "max_seqlen_q"],
+}
 
 
 def missing_argument() -> str | None:
@@ -31,41 +35,68 @@ def missing_argument() -> str | None:
 
 
 @custom_op("nanomfu::flash_attn_4_forward", mutates_args=())
-def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
-    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp (B, H, T) in fp32.
+def flash_attn_4(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor | None = None, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), and the log-sum-exp in fp32, (B, H, T), or with
+    edges (H, B * T). edges: where documents begin, which do not see each other (ops/documents.py, Edges).
     deterministic: the backward has the same bits each time."""
-    return importlib.import_module(PACKAGE).flash_attn_func(q, k, v, causal=True, return_lse=True)
+    package, options = importlib.import_module(PACKAGE), {"causal": True, "return_lse": True}
+    if edges is None:
+        return package.flash_attn_func(q, k, v, **options)
+    y, lse = package.flash_attn_varlen_func(*_flat(q, k, v), **_sequences(q, edges), **options)
+    return y.view(q.shape), lse
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    return [one.flatten(0, 1) for one in tensors]
+
+
+def _sequences(q: Tensor, edges: Tensor) -> dict:
+    T = q.shape[1]
+    return {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": T, "max_seqlen_k": T}
 
 
 @flash_attn_4.register_fake
-def _(q, k, v, deterministic=False):
+def _(q, k, v, edges=None, deterministic=False):
     B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((B, H, T) if edges is None else (H, B * T), dtype=torch.float32)
 
 
 @custom_op("nanomfu::flash_attn_4_backward", mutates_args=())
 def flash_attn_4_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, deterministic: bool
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    edges: Tensor | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (one.new_empty(one.shape) for one in (q, k, v))  # contiguous, whatever the strides of v
-    options = {"causal": True, "deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv}
-    importlib.import_module(PACKAGE)._flash_attn_bwd(q, k, v, y, dy.contiguous(), lse, **options)
-    return dq, dk, dv
+    written = [one.new_empty(one.shape) for one in (q, k, v)]  # contiguous, whatever the strides of v
+    options = {"causal": True, "deterministic": deterministic}
+    given = [q, k, v, y, dy.contiguous(), *written]
+    if edges is not None:
+        given, options = _flat(*given), options | _sequences(q, edges)
+    *read, dq, dk, dv = given
+    importlib.import_module(PACKAGE)._flash_attn_bwd(*read, lse, **options, dq=dq, dk=dk, dv=dv)
+    return tuple(written)
 
 
 @flash_attn_4_backward.register_fake
-def _(dy, q, k, v, y, lse, deterministic):
+def _(dy, q, k, v, y, lse, edges, deterministic):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.deterministic = inputs[3]
+    q, k, v, edges, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, edges)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, dy, _):
-    return *flash_attn_4_backward(dy, *ctx.saved_tensors, ctx.deterministic), None
+    return *flash_attn_4_backward(dy, *ctx.saved_tensors, ctx.deterministic), None, None
 
 
 flash_attn_4.register_autograd(_backward, setup_context=_keep)

@@ -7,6 +7,7 @@ from support.masked_documents import GPU, small, train
 from model import Block, manual_attention, rotary_angles
 from ops.documents import dense_mask
 from training.hardware.attention_kernels import choose_attention
+from training.hardware.capability import FA4, capability
 
 pytestmark = pytest.mark.gpu
 
@@ -20,10 +21,21 @@ def gpu_inputs(B=2, T=512, H=4, K=2, D=64, dtype=torch.bfloat16):
     return (q, k, v), starts.cumsum(-1, dtype=torch.int32)
 
 
-def test_flex_attention_is_chosen_and_agrees_with_manual_attention():
+def needs_flash_attn_4():
+    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements-quack.txt")
+    if FA4 not in capability(GPU).flash_attn:
+        pytest.skip("flash-attn 4 has no kernels for this GPU")
+
+
+@pytest.mark.parametrize(("asked", "kernel"), [("sdpa", "flex attention"), (FA4, "flash-attn 4")])
+def test_it_is_chosen_and_agrees_with_manual_attention(asked, kernel):
+    if asked == FA4:
+        needs_flash_attn_4()
     config = small("qwen3", n_embd=256, block_size=512)
-    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
-    assert choice.kernel == "flex attention", choice.reason
+    choice = choose_attention(asked, config, torch.bfloat16, GPU, manual_attention, documents=True)
+    assert choice.kernel == kernel, choice.reason
+    if asked == FA4:
+        choice.mask.expect(60)  # most of them have no tokens
     qkv, numbers = gpu_inputs()
     above = torch.randn_like(qkv[0])
     ours = choice.attend(*qkv, 0.0, choice.mask(numbers))
@@ -36,9 +48,14 @@ def test_flex_attention_is_chosen_and_agrees_with_manual_attention():
         assert torch.allclose(mine.float(), other, atol=5e-2)
 
 
-def test_a_compiled_block_takes_new_documents_without_compiling_again():
+@pytest.mark.parametrize("asked", ["sdpa", FA4])
+def test_a_compiled_block_takes_new_documents_without_compiling_again(asked):
+    if asked == FA4:
+        needs_flash_attn_4()
     config = small("qwen3", n_embd=256, block_size=512)
-    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
+    choice = choose_attention(asked, config, torch.bfloat16, GPU, manual_attention, documents=True)
+    if asked == FA4:
+        choice.mask.expect(60)
     block = Block(config, choice.attend).to(GPU)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -77,12 +94,17 @@ def usual(documents_run):
     return train(documents_run, "gpu-usual", "--doc_masking=True", *GPU_RUN)
 
 
-@pytest.mark.parametrize("more", [["--use_cuda_graphs=True"], ["--compile=False"]])
+@pytest.mark.parametrize(
+    "more", [["--use_cuda_graphs=True"], ["--compile=False"], ["--attention_backend=flash_attn_4"]]
+)
 def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_run, usual, more):
+    if FA4 in more[0]:
+        needs_flash_attn_4()
     other = train(documents_run, f"gpu{more[0]}", "--doc_masking=True", *GPU_RUN, *more)
     assert "flex attention" in usual["startup_info"]["attention"]["line"]
     for mine, theirs in zip(usual["training_iterations"], other["training_iterations"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
+    assert FA4 not in more[0] or other["startup_info"]["attention"]["used"] == FA4
     if "cuda_graphs" in more[0]:
         assert other["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
 

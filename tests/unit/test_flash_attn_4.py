@@ -1,17 +1,23 @@
 """attention_backend="flash_attn_4": its operator, when it is chosen and why not. A stand-in computes."""
 
+import functools
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support import fake_flash_attn_4
 from support.attention_cases import CPU, assert_agrees, choose, forward_and_gradients, inputs, shape
+from support.helpers import last_run
+from support.masked_documents import make_documents_run
 from torch.utils.checkpoint import CheckpointPolicy
 
+import train
 from model import manual_attention
 from model_builder import build_model
 from ops import recompute
+from ops.documents import dense_mask
 from ops.flash_attn_4 import flash_attn_4
 from training.hardware import attention_kernels as attention
 from training.hardware.attention_kernels import CHAIN, choose_attention
@@ -142,8 +148,9 @@ def test_another_release_falls_back_and_one_line_says_which_to_install(
 def backward_with(scale):
     """That of the stand-in, but dq is so many times as large."""
 
-    def backward(q, k, v, out, dout, lse, causal=False, deterministic=False, dq=None, dk=None, dv=None):
-        fake_flash_attn_4._flash_attn_bwd(q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv)
+    @functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
+    def backward(*tensors, dq, **options):
+        fake_flash_attn_4._flash_attn_bwd(*tensors, dq=dq, **options)
         dq.mul_(scale)
 
     return backward
@@ -212,21 +219,116 @@ def test_a_block_that_is_recomputed_has_the_same_gradients(gpu, monkeypatch, lev
     assert all(torch.equal(plain, again) for plain, again in zip(*made, strict=True))
 
 
-def test_it_has_no_dropout_and_keeps_no_documents_apart(gpu, monkeypatch):
+def test_it_has_no_dropout(gpu, monkeypatch):
     gpu(10, 0)
     fake_flash_attn_4.install(monkeypatch)
     assert choose("flash_attn_4", shape(dropout=0.1)).reason.startswith("flash_attn_4: it has no dropout")
-    masked = choose_attention("flash_attn_4", shape(), torch.float32, CPU, manual_attention, documents=True)
-    assert masked.used == "sdpa" and masked.reason.startswith("flash_attn_4: doc_masking is not wired")
+
+
+def keeps_apart(config=None, asked="flash_attn_4", **needs):
+    return choose_attention(
+        asked, config or shape(2), torch.float32, CPU, manual_attention, documents=True, **needs
+    )
+
+
+@pytest.mark.parametrize("room", [None, 5, 40])  # asked from the device; told by the host; far too many
+def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, monkeypatch, room):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    choice, (qkv, above) = keeps_apart(), inputs(shape(2))
+    assert (choice.used, choice.kernel, choice.reason) == ("flash_attn_4", "flash-attn 4", "")
+    starts = torch.zeros(2, 32, dtype=torch.int32)
+    starts[0, [5, 6, 20]] = 1  # four documents in the first window, one in the second
+    numbers = starts.cumsum(-1, dtype=torch.int32)
+    if room:
+        choice.mask.expect(room)
+    mask = choice.mask(numbers)
+    assert mask.tolist() == [0, 5, 6, 20, 32] + [64] * (choice.mask.room - 4) and choice.mask.room > 5
+    torch.library.opcheck(flash_attn_4, (*qkv, mask))  # shapes and strides are those that it announces
+    made = []
+    for attend, given in ((choice.attend, mask), (manual_attention, dense_mask(numbers))):
+        y = attend(*qkv, 0.0, given)
+        made.append([y.detach(), *torch.autograd.grad(y, qkv, above)])
+    for ours, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_more_documents_than_the_host_has_told_of_end_the_run(gpu, monkeypatch):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    mask, numbers = keeps_apart().mask, torch.arange(32, dtype=torch.int32)[None]
+    mask.expect(3)
+    with pytest.raises(RuntimeError, match="more documents than the host was told of"):
+        mask(numbers)
+    with torch.no_grad():  # an evaluation waits for the device instead
+        assert mask(numbers)[:33].tolist() == list(range(33))
+
+
+def sees_all(q, k, v, cu_seqlens_q=None, max_seqlen_q=None, return_lse=False, **options):
+    """Does not look where a sequence begins."""
+    edges = torch.tensor([0, len(q)], dtype=torch.int32)
+    options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": len(q), "max_seqlen_k": len(q)}
+    return fake_flash_attn_4.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
+
+
+@functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
+def forgets_documents(*tensors, cu_seqlens_q=None, **options):
+    edges = cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q[[0, -1]]
+    fake_flash_attn_4._flash_attn_bwd(*tensors, **options | {"cu_seqlens_q": edges, "cu_seqlens_k": edges})
+
+
+@pytest.mark.parametrize(
+    ("internals", "why"),
+    [
+        ({"flash_attn_varlen_func": sees_all}, "documents see each other"),
+        ({"_flash_attn_bwd": forgets_documents}, "its dq differs from that of manual attention"),
+        ({"flash_attn_varlen_func": before_4}, "this release has no flash_attn_varlen_func(return_lse=...)"),
+    ],
+)
+def test_a_kernel_that_mixes_documents_is_found_at_the_start(gpu, monkeypatch, internals, why):
+    gpu(10, 0)
+    usual = {"_flash_attn_bwd": fake_flash_attn_4._flash_attn_bwd}
+    fake_flash_attn_4.install(monkeypatch, **usual | internals)
+    choice = keeps_apart()
+    assert choice.used == "sdpa" and why in choice.reason
+
+
+def test_a_captured_step_masks_documents_in_another_way(gpu, monkeypatch):
+    gpu(10, 0)
+    fake_flash_attn_4.install(monkeypatch)
+    choice = keeps_apart(captured=True)
+    assert choice.used == "sdpa" and choice.reason.startswith("flash_attn_4: use_cuda_graphs=True: how many")
+    assert choose("flash_attn_4", shape()).used == "flash_attn_4"
+
+
+def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monkeypatch, tmp_path):
+    """Also its evaluations, in whose windows there are more documents than in any of training."""
+    folder = make_documents_run(tmp_path)
+    many = np.fromfile(tmp_path / "data" / "val.bin", "<u2")
+    many[::2] = 0
+    many.tofile(tmp_path / "data" / "val.bin")
+    losses = {}
+    for asked in ("flash_attn_4", "manual"):
+        gpu(10, 0)
+        fake_flash_attn_4.install(monkeypatch)
+        flags = [f"--attention_backend={asked}", f"--out_dir={tmp_path / asked}", "--doc_masking=True"]
+        assert train.main([str(folder / "run.py"), *flags, "--dtype=float32", "--eval_interval=4"]) == 0
+        record = last_run(tmp_path / asked)
+        assert record["startup_info"]["attention"]["used"] == asked
+        rows = record["training_iterations"]
+        losses[asked] = [row["loss"] for row in rows], [row["val_loss"] for row in record["eval_steps"]]
+    assert all(losses["manual"])
+    torch.testing.assert_close(losses["flash_attn_4"], losses["manual"], atol=0, rtol=1e-5)
 
 
 def test_a_run_whose_bits_are_to_repeat_gets_the_deterministic_backward(gpu, monkeypatch):
     gpu(10, 0)
     asked = []
 
-    def noting(*tensors, deterministic=False, causal=False, dq=None, dk=None, dv=None):
+    @functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
+    def noting(*tensors, deterministic, **options):
         asked.append(deterministic)
-        fake_flash_attn_4._flash_attn_bwd(*tensors, causal, deterministic, dq, dk, dv)
+        fake_flash_attn_4._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
 
     fake_flash_attn_4.install(monkeypatch, _flash_attn_bwd=noting)
     for repeats in (False, True):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from common.errors import RunError
+from ops.documents import Documents
 from training.batches.windows import Split, inputs_and_targets
 from training.configuration.keys import TrainConfig
 from training.process.exit_status import STOP_SIGNALS, WORKER_HINT
@@ -74,8 +75,9 @@ class Loader:
         world: World,
         position: int = 0,
         timer: WorkTimer | None = None,
+        documents: Documents | None = None,
     ):
-        self.timer = timer
+        self.timer, self.documents = timer, documents
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
         self.source: Iterator[torch.Tensor | RunError] = (
@@ -112,6 +114,8 @@ class Loader:
             raise RunError(f"DataLoader worker has ended ({error!r}); {WORKER_HINT}") from error
         if isinstance(tokens, RunError):
             raise tokens
+        if self.documents:
+            self.documents.expect(inputs_and_targets(tokens)[0])
         with torch.cuda.stream(self.copies):  # on a CPU it is None, which has no effect
             return tokens.to(self.device, non_blocking=True)
 

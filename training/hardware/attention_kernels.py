@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from common.errors import UserError
 from model_config import ModelConfig
 from ops import flash_attn_4
-from ops.documents import Documents, dense_mask
+from ops.documents import Documents, Edges, dense_mask
 from ops.ranges import ranged
 from training.hardware.capability import CUDNN, FA3, FA4, TORCH, capability
 
@@ -73,10 +73,12 @@ def choose_attention(
     manual: Callable,
     documents: bool = False,
     repeats: bool = False,
+    captured: bool = False,
 ) -> AttentionChoice:
     """The first backend of the chain, from `asked` on, that runs forward and backward on this device; with
     documents, also that keeps them apart, which is compared with `manual` on a few; with repeats, whose
-    backward has the same bits each time. Raises UserError if only `manual`, which was not asked for, does.
+    backward has the same bits each time; captured: in a CUDA graph. Raises UserError if only `manual`, which
+    was not asked for, does.
 
     `manual`, model.manual_attention, ends the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
     """
@@ -85,6 +87,8 @@ def choose_attention(
     reasons = []
     for name in _order(asked, device):
         try:
+            if captured and documents and name == FA4:
+                raise Unavailable("use_cuda_graphs=True: how many documents it takes is fixed at the capture")
             candidates = backends[name](config, dtype, device)
         except Unavailable as error:
             reasons.append(f"{name}: {error}")
@@ -94,7 +98,9 @@ def choose_attention(
                 attend = functools.partial(attend, deterministic=True)
             failure = _probe(attend, config, dtype, device, manual, repeats, *mask)
             if failure is None and name == FA4:
-                failure = _difference(attend, manual, _probe_inputs(PROBE_TOKENS, config, dtype, device))
+                failure = _difference(
+                    attend, manual, _probe_inputs(PROBE_TOKENS, config, dtype, device), *mask
+                )
             if failure is None and repeats and name == "manual" != asked:
                 break
             if failure is None:
@@ -125,10 +131,12 @@ def _probe_inputs(T: int, config: ModelConfig, dtype, device) -> list[torch.Tens
     return [t.requires_grad_() for t in (q.contiguous(), k.contiguous(), v)]
 
 
-def _difference(attend, manual, qkv: list[torch.Tensor]) -> str | None:
+def _difference(attend, manual, qkv: list[torch.Tensor], mask=None) -> str | None:
     """How the output or a gradient is not that of manual attention, as norm of the difference / norm."""
+    masks = [(each(_three_documents(qkv[0])),) if mask else () for each in (mask, dense_mask)]
     found, expected = (
-        [y.detach(), *torch.autograd.grad(y.sum(), qkv)] for y in (attend(*qkv), manual(*qkv, 0.0))
+        [y.detach(), *torch.autograd.grad(y.sum(), qkv)]
+        for y in (attend(*qkv, 0.0, *masks[0]), manual(*qkv, 0.0, *masks[1]))
     )
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         error = float((one.float() - other.float()).norm() / other.float().norm())
@@ -137,12 +145,17 @@ def _difference(attend, manual, qkv: list[torch.Tensor]) -> str | None:
     return None
 
 
+def _three_documents(q: torch.Tensor) -> torch.Tensor:
+    """Their numbers (1, T)."""
+    T = q.shape[1]
+    return torch.arange(T, dtype=torch.int32, device=q.device)[None] * 3 // T
+
+
 def _probe(attend, config: ModelConfig, dtype, device, manual, repeats=False, mask=None) -> str | None:
     """Runs one forward and backward; None, or what went wrong."""
     # only many tiles are added in a varying order
     q, k, v = _probe_inputs(config.block_size if repeats else PROBE_TOKENS, config, dtype, device)
-    T = q.shape[1]
-    numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
+    numbers = _three_documents(q)
     try:
         y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))
         gradients = torch.autograd.grad(y.sum(), (q, k, v), retain_graph=repeats)
@@ -174,8 +187,8 @@ def _flash_attn_4(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     if missing := flash_attn_4.missing_argument():
         raise Unavailable(f"this release has no {missing}; install that of {file}")
 
-    def attend(q, k, v, dropout_p=0.0, deterministic=False):
-        return flash_attn_4.flash_attn_4(q, k, v, deterministic)[0]
+    def attend(q, k, v, dropout_p=0.0, mask=None, deterministic=False):
+        return flash_attn_4.flash_attn_4(q, k, v, mask, deterministic)[0]
 
     return [("flash-attn 4", attend)]
 
@@ -277,6 +290,11 @@ def _default_sdpa_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.
 # --- backends that keep documents apart: each returns [(kernel name, attend, mask)] ---
 
 
+def _flash_attn_4_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """By its kernels for sequences of any length."""
+    return [(*kernel, Edges()) for kernel in _flash_attn_4(config, dtype, device)]
+
+
 def _no_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     raise Unavailable("doc_masking is not wired to its variable-length kernels")
 
@@ -316,4 +334,9 @@ def _compiled(function: Callable) -> Callable:
 
 
 BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
-DOCUMENT_BACKENDS = {**dict.fromkeys(BACKENDS, _no_documents), "sdpa": _masked_sdpa}
+DOCUMENT_BACKENDS = {
+    FA4: _flash_attn_4_documents,
+    FA3: _no_documents,
+    "flash_attn_2": _no_documents,
+    "sdpa": _masked_sdpa,
+}
