@@ -24,11 +24,6 @@ class Documents:
     # documents' numbers (B, T) -> what the kernel takes, of training/hardware/attention_kernels.py
     mask: Callable[[torch.Tensor], object]
 
-    def expect(self, marked: torch.Tensor) -> None:
-        """The marked ids (A, B, T) of the next A micro-steps, on the host."""
-        if isinstance(self.mask, Edges):
-            self.mask.expect(int(document_starts(marked).sum((1, 2)).max()))
-
     def __call__(self, marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
         """Marked ids (B, T) -> ids (B, T), positions (B, T), each counted from its document's first token,
         and the mask."""
@@ -69,11 +64,10 @@ class Edges:
     def __init__(self):
         self.room, self.told = 1, False
 
-    def expect(self, documents: int) -> None:
-        """The host says how many a micro-step of training has at most, so that nothing waits for the
-        device."""
+    def expect(self, marked: torch.Tensor) -> None:
+        """The marked ids (A, B, T) of the next A micro-steps, on the host. Else each waits for the device."""
         self.told = True
-        self._make_room(documents)
+        self._make_room(int(document_starts(marked).sum((1, 2)).max()))
 
     def _make_room(self, documents: int) -> None:
         self.room = max(self.room, 1 << documents.bit_length())  # each new size is compiled for

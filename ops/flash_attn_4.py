@@ -81,7 +81,7 @@ def flash_attn_4_backward(
         given, options = _flat(*given), options | _sequences(q, edges)
     *read, dq, dk, dv = given
     importlib.import_module(PACKAGE)._flash_attn_bwd(*read, lse, **options, dq=dq, dk=dk, dv=dv)
-    return tuple(written)
+    return written[0], written[1], written[2]
 
 
 @flash_attn_4_backward.register_fake

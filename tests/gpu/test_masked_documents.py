@@ -5,7 +5,7 @@ import torch
 from support.masked_documents import GPU, small, train
 
 from model import Block, manual_attention, rotary_angles
-from ops.documents import dense_mask
+from ops.documents import START, dense_mask
 from training.hardware.attention_kernels import choose_attention
 from training.hardware.capability import FA4, capability
 
@@ -35,7 +35,7 @@ def test_it_is_chosen_and_agrees_with_manual_attention(asked, kernel):
     choice = choose_attention(asked, config, torch.bfloat16, GPU, manual_attention, documents=True)
     assert choice.kernel == kernel, choice.reason
     if asked == FA4:
-        choice.mask.expect(60)  # most of them have no tokens
+        choice.mask.expect(torch.full((1, 1, 60), START))  # most of them have no tokens
     qkv, numbers = gpu_inputs()
     above = torch.randn_like(qkv[0])
     ours = choice.attend(*qkv, 0.0, choice.mask(numbers))
@@ -55,7 +55,7 @@ def test_a_compiled_block_takes_new_documents_without_compiling_again(asked):
     config = small("qwen3", n_embd=256, block_size=512)
     choice = choose_attention(asked, config, torch.bfloat16, GPU, manual_attention, documents=True)
     if asked == FA4:
-        choice.mask.expect(60)
+        choice.mask.expect(torch.full((1, 1, 60), START))
     block = Block(config, choice.attend).to(GPU)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

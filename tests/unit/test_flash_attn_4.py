@@ -17,7 +17,7 @@ import train
 from model import manual_attention
 from model_builder import build_model
 from ops import recompute
-from ops.documents import dense_mask
+from ops.documents import START, Edges, dense_mask
 from ops.flash_attn_4 import flash_attn_4
 from training.hardware import attention_kernels as attention
 from training.hardware.attention_kernels import CHAIN, choose_attention
@@ -231,6 +231,11 @@ def keeps_apart(config=None, asked="flash_attn_4", **needs):
     )
 
 
+def marked(documents):
+    """Ids (1, 1, 64) of so many documents."""
+    return torch.where(torch.arange(64) < documents, START, 0)[None, None]
+
+
 @pytest.mark.parametrize("room", [None, 5, 40])  # asked from the device; told by the host; far too many
 def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, monkeypatch, room):
     gpu(10, 0)
@@ -241,7 +246,7 @@ def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, monkeypatch, room
     starts[0, [5, 6, 20]] = 1  # four documents in the first window, one in the second
     numbers = starts.cumsum(-1, dtype=torch.int32)
     if room:
-        choice.mask.expect(room)
+        choice.mask.expect(marked(room))
     mask = choice.mask(numbers)
     assert mask.tolist() == [0, 5, 6, 20, 32] + [64] * (choice.mask.room - 4) and choice.mask.room > 5
     torch.library.opcheck(flash_attn_4, (*qkv, mask))  # shapes and strides are those that it announces
@@ -257,7 +262,7 @@ def test_more_documents_than_the_host_has_told_of_end_the_run(gpu, monkeypatch):
     gpu(10, 0)
     fake_flash_attn_4.install(monkeypatch)
     mask, numbers = keeps_apart().mask, torch.arange(32, dtype=torch.int32)[None]
-    mask.expect(3)
+    mask.expect(marked(3))
     with pytest.raises(RuntimeError, match="more documents than the host was told of"):
         mask(numbers)
     with torch.no_grad():  # an evaluation waits for the device instead
@@ -302,7 +307,11 @@ def test_a_captured_step_masks_documents_in_another_way(gpu, monkeypatch):
 
 
 def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monkeypatch, tmp_path):
-    """Also its evaluations, in whose windows there are more documents than in any of training."""
+    """Also its evaluations, in whose windows there are more documents than in any of training. The loader
+    counts the documents of each iteration before it."""
+    counted = []
+    expect = Edges.expect
+    monkeypatch.setattr(Edges, "expect", lambda edges, ids: [counted.append(ids.shape), expect(edges, ids)])
     folder = make_documents_run(tmp_path)
     many = np.fromfile(tmp_path / "data" / "val.bin", "<u2")
     many[::2] = 0
@@ -317,7 +326,7 @@ def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monke
         assert record["startup_info"]["attention"]["used"] == asked
         rows = record["training_iterations"]
         losses[asked] = [row["loss"] for row in rows], [row["val_loss"] for row in record["eval_steps"]]
-    assert all(losses["manual"])
+    assert all(losses["manual"]) and len(counted) == 1 + len(losses["manual"][0])
     torch.testing.assert_close(losses["flash_attn_4"], losses["manual"], atol=0, rtol=1e-5)
 
 

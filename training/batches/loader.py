@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from common.errors import RunError
-from ops.documents import Documents
+from ops.documents import Documents, Edges
 from training.batches.windows import Split, inputs_and_targets
 from training.configuration.keys import TrainConfig
 from training.process.exit_status import STOP_SIGNALS, WORKER_HINT
@@ -77,7 +77,8 @@ class Loader:
         timer: WorkTimer | None = None,
         documents: Documents | None = None,
     ):
-        self.timer, self.documents = timer, documents
+        self.timer, mask = timer, documents and documents.mask
+        self.edges = mask if isinstance(mask, Edges) else None
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
         self.source: Iterator[torch.Tensor | RunError] = (
@@ -114,8 +115,8 @@ class Loader:
             raise RunError(f"DataLoader worker has ended ({error!r}); {WORKER_HINT}") from error
         if isinstance(tokens, RunError):
             raise tokens
-        if self.documents:
-            self.documents.expect(inputs_and_targets(tokens)[0])
+        if self.edges:
+            self.edges.expect(inputs_and_targets(tokens)[0])
         with torch.cuda.stream(self.copies):  # on a CPU it is None, which has no effect
             return tokens.to(self.device, non_blocking=True)
 
