@@ -47,7 +47,7 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_876,
+    "lines of the product": 38_883,
     "lines that train.py reaches": 24_791,
     "lines of ops/": 6_602,
     "lines of bench/": 3_401,

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 from support.tuning import good, make_config, make_settings, speed_of
@@ -14,6 +15,7 @@ from tools.tune.ladder import (
     GRAPHS,
     LAST,
     NO_ROOM,
+    QUACK_RUNG,
     STRATEGY,
     Ladder,
     OutOfTime,
@@ -98,6 +100,28 @@ def test_a_step_counts_if_it_gains_more_than_equal_runs_differ_by(config, gain, 
     assert climb.run()["use_cuda_graphs"] == is_kept == (GRAPHS in climb.kept())
     graphs = climb.ladder.settings.as_it_is | {"use_cuda_graphs": True}
     assert climb.calls.count(graphs) == (3 if is_kept else 1), "what is kept is repeated at the end"
+
+
+@pytest.mark.parametrize(
+    ("gain", "installed", "fixed", "is_kept"),
+    [(1.03, True, (), True), (1.015, True, (), False), (1.03, False, (), False)]
+    + [(1.03, True, {"ffn_backend"}, False)],
+)
+def test_quack_is_tried_where_it_is_installed_and_kept_if_it_gains_two_percent(
+    config, monkeypatch, gain, installed, fixed, is_kept
+):
+    def version(package):
+        if not installed:
+            raise metadata.PackageNotFoundError(package)
+        return "0.6.5"
+
+    monkeypatch.setattr(metadata, "version", version)
+    settings = one_gpu(replace(config, dtype="bfloat16"), fixed={"batch_size", *fixed})
+    climb = Climb(settings, lambda setting: 1e6 * (gain if setting["ffn_backend"] == "quack" else 1))
+    assert (climb.run()["ffn_backend"] == "quack") == is_kept == (QUACK_RUNG in climb.kept())
+    tried = [setting for setting in climb.calls if setting["ffn_backend"] == "quack"]
+    assert bool(tried) == (installed and not fixed)
+    assert all("QuACK" in settings.name(setting) for setting in tried)
 
 
 @pytest.mark.parametrize(("wobble", "is_kept"), [(0.0001, True), (0.02, False)])

@@ -1,9 +1,9 @@
 """Climbs from a careful setting to the fastest one, and compares each step with the best so far.
 
 The rungs are the phases of the published guide: a careful setting; larger micro-batches, each with the least
-recomputation that fits; other strategies; then CUDA Graphs. A step counts if it gains more than equal runs
-differ by. At the end the best and the config as it is run REPEATS times each, and without a real difference
-(plots/verdict.py) the config stays. Nothing here knows how a trial is run.
+recomputation that fits; other strategies; then CUDA Graphs, and QuACK where it is installed. A step counts if
+it gains more than equal runs differ by. At the end the best and the config as it is run REPEATS times each,
+and without a real difference (plots/verdict.py) the config stays. Nothing here knows how a trial is run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import numpy as np
 
 from common.errors import UserError
 from plots.verdict import compare, deviation
-from tools.tune.settings import Setting, Settings
+from tools.tune.settings import QUACK, Setting, Settings
 
 GAIN = 0.005  # of a step, by one run: two equal runs differ by 0.2 to 0.4 % (plots/verdict.py)
+EXTRA_GAIN = 0.02  # of a package that has to be installed wherever the run goes on
 REPEATS = 3  # runs of the best and of the config, at the end
 FRUGAL_TRIES = 2  # more, with less memory, of what fails in spite of the estimate
 
 AS_IT_IS, CAREFUL, LAST = "as it is", "careful", "repeated"
-BATCH, STRATEGY, GRAPHS = "micro-batch", "strategy", "CUDA Graphs"
+BATCH, STRATEGY, GRAPHS, QUACK_RUNG = "micro-batch", "strategy", "CUDA Graphs", "QuACK"
 NO_ROOM = "does not fit by the estimate, or not together with the rest"
 
 
@@ -78,6 +79,8 @@ class Ladder:
             self._try_strategies()
             if "use_cuda_graphs" not in self.settings.fixed:
                 self._try(GRAPHS, self.best["batch_size"], {"use_cuda_graphs": True})
+            if "ffn_backend" not in self.settings.fixed and self.settings.has_quack:
+                self._try(QUACK_RUNG, self.best["batch_size"], {"ffn_backend": QUACK}, EXTRA_GAIN)
             self._confirm()
             self.finished = True
         except OutOfTime:
@@ -151,9 +154,9 @@ class Ladder:
 
     # --- one trial, and what it means ---
 
-    def _try(self, rung: str, batch: int, keys: Setting | None = None) -> bool:
+    def _try(self, rung: str, batch: int, keys: Setting | None = None, least: float = GAIN) -> bool:
         """Tries the best setting with another micro-batch and these keys, in the fastest way that fits, and
-        takes it if it gains. Says whether it did."""
+        takes it if it gains more than `least`. Says whether it did."""
         wanted = self.best | (keys or {})
         ways = list(itertools.islice(self.settings.fit(wanted, batch), 1 + FRUGAL_TRIES))
         if not ways:
@@ -167,7 +170,7 @@ class Ladder:
                 continue
             gain = self._gain(setting, self.best)
             noise = [deviation(rows(self.results(one)[0])) for one in (setting, self.best)]
-            kept = gain > max(GAIN, *noise)
+            kept = gain > max(least, *noise)
             self.best = setting if kept else self.best
             self.report(Step(rung, setting, result, gain, kept))
             return kept

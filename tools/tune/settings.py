@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,10 +21,12 @@ from training.configuration.rules import check, cuda_graphs_obstacle
 from training.memory.estimate import needed_memory
 from training.memory.gpus import DeviceMemory, device_memory
 from training.memory.micro_batch import SMALLEST_PART, choose
+from training.optimization.ffn_backend import versions
 from training.process.memory import GIB
 
 Setting = dict[str, Any]  # {key of TUNED: value}
 
+QUACK: Final = "quack"
 RECOMPUTATION = ("none", "memory_bound", "attention", "selective", "full")  # from the fastest
 PARTS = (1, 4, 8)  # of the loss; fewer are faster
 STRATEGIES: dict[str, Setting] = {
@@ -36,7 +38,7 @@ STRATEGIES: dict[str, Setting] = {
 TUNED = (
     *("batch_size", "activation_checkpointing", "loss_chunks"),
     *STRATEGIES["DDP"],
-    "use_cuda_graphs",
+    *("use_cuda_graphs", "ffn_backend"),
 )
 # Of a trial's iteration, on each GPU, if the config's own is not smaller: enough micro-steps that the
 # optimizer's part in the time hardly depends on the micro-batch.
@@ -91,6 +93,7 @@ class Settings:
         one_way = processes == 1 or fixed & STRATEGIES["DDP"].keys()
         as_stated = {key: self.as_it_is[key] for key in STRATEGIES["DDP"]}
         self.strategies = {"as it is": as_stated} if one_way else STRATEGIES
+        self.has_quack = all(versions(dataclasses.replace(base, ffn_backend=QUACK)).values())
 
     def fit(self, setting: Setting, batch: int) -> Iterator[Setting]:
         """This setting with another micro-batch, in each way that fits, the fastest first: with the least
@@ -151,4 +154,5 @@ class Settings:
         words.append(f"loss in {parts} part{'s' * (parts != 1)}")
         strategies = STRATEGIES.items() if self.processes > 1 else ()
         words += [name for name, keys in strategies if keys.items() <= setting.items()]
-        return ", ".join(words + ["CUDA Graphs"] * setting["use_cuda_graphs"])
+        words += ["CUDA Graphs"] * setting["use_cuda_graphs"] + ["QuACK"] * (setting["ffn_backend"] == QUACK)
+        return ", ".join(words)
