@@ -67,6 +67,7 @@ def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[st
 
 def save(config, state: TrainState, progress, out_dir: Path) -> Path:
     saver = make_saver(config, state)
+    out_dir.mkdir(parents=True, exist_ok=True)  # a save makes its folder, not those above it
     saver.root = out_dir / "checkpoints"
     saver.begin(Progress(progress.iteration, progress.samples_seen))
     return saver.finished(wait=None).final
