@@ -48,7 +48,7 @@ CASTS = {
     "mxfp8 operand": lambda x, key: torch.cat(mxfp8_operand(x)),
     "nvfp4 operand": lambda x, key: torch.cat(nvfp4_operand(x, nvfp4_amaxes(x), key)),
     "nvfp4 weight": lambda x, key: nvfp4_weight(x, x.abs().amax().float()),
-    "bf16": lambda x, key: bf16_stochastically(x.float(), key, start=7),
+    "bf16 of fp32": lambda x, key: bf16_stochastically(x, key, start=7),
 }
 
 
@@ -59,7 +59,7 @@ def test_compiled_code_gives_the_bits_of_eager_code_in_one_graph(name):
         return function(x * 1.7, key)  # a product of which torch.compile keeps more digits than bf16 has
 
     torch._dynamo.reset()  # it counts how often a function is compiled anew, also one per test
-    function, x = CASTS[name], random_bf16(128, 256)
+    function, x = CASTS[name], (random if "fp32" in name else random_bf16)(128, 256)
     compiled = torch.compile(quantized, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for key in (KEY, random_key(1, 2, 3, 4)):  # read at each call
