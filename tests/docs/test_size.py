@@ -47,12 +47,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_883,
-    "lines that train.py reaches": 24_791,
+    "lines of the product": 38_877,
+    "lines that train.py reaches": 24_785,
     "lines of ops/": 6_602,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_328,
+    "lines of training/": 15_322,
     "keys": 107,
     "words of the documents": 27_000,
 }

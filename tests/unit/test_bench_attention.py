@@ -35,4 +35,4 @@ def test_a_cpu_times_what_it_has_and_says_why_it_has_no_others(capsys, monkeypat
             timed == bool(row.get("kernel")) == (min(row.get("causal_tflops", {"forward": 0}).values()) > 0)
         )
     masked, by_length = (row for row in rows if row["documents"])
-    assert masked["kernel"] == "dense mask" and by_length["asked"] == "flash_attn_4"
+    assert masked["kernel"] == "dense mask" and "flash-attn 4 needs a CUDA GPU" in by_length["reason"]

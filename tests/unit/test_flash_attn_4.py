@@ -225,10 +225,9 @@ def test_it_has_no_dropout(gpu, monkeypatch):
     assert choose("flash_attn_4", shape(dropout=0.1)).reason.startswith("flash_attn_4: it has no dropout")
 
 
-def keeps_apart(config=None, asked="flash_attn_4", **needs):
-    return choose_attention(
-        asked, config or shape(2), torch.float32, CPU, manual_attention, documents=True, **needs
-    )
+def keeps_apart(**needs):
+    needs["documents"] = True
+    return choose_attention("flash_attn_4", shape(2), torch.float32, CPU, manual_attention, **needs)
 
 
 def marked(documents):

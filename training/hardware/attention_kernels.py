@@ -133,11 +133,9 @@ def _probe_inputs(T: int, config: ModelConfig, dtype, device) -> list[torch.Tens
 
 def _difference(attend, manual, qkv: list[torch.Tensor], mask=None) -> str | None:
     """How the output or a gradient is not that of manual attention, as norm of the difference / norm."""
-    masks = [(each(_three_documents(qkv[0])),) if mask else () for each in (mask, dense_mask)]
-    found, expected = (
-        [y.detach(), *torch.autograd.grad(y.sum(), qkv)]
-        for y in (attend(*qkv, 0.0, *masks[0]), manual(*qkv, 0.0, *masks[1]))
-    )
+    numbers = _three_documents(qkv[0])
+    results = attend(*qkv, 0.0, mask and mask(numbers)), manual(*qkv, 0.0, mask and dense_mask(numbers))
+    found, expected = ([y.detach(), *torch.autograd.grad(y.sum(), qkv)] for y in results)
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         error = float((one.float() - other.float()).norm() / other.float().norm())
         if not error < PROBE_TOLERANCE:
@@ -334,9 +332,5 @@ def _compiled(function: Callable) -> Callable:
 
 
 BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
-DOCUMENT_BACKENDS = {
-    FA4: _flash_attn_4_documents,
-    FA3: _no_documents,
-    "flash_attn_2": _no_documents,
-    "sdpa": _masked_sdpa,
-}
+DOCUMENT_BACKENDS = dict.fromkeys(BACKENDS, _no_documents)
+DOCUMENT_BACKENDS |= {FA4: _flash_attn_4_documents, "sdpa": _masked_sdpa}
