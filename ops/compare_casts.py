@@ -23,30 +23,36 @@ SHAPE = (128, 1152)  # of every kernel, a row has several programs, and the last
 Casts = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
-def compare_casts(recipe: str, device: torch.device) -> str | None:
+def compare_casts(recipe: str, device: torch.device, vocab_size: int | None) -> str | None:
     """Why this device must not run the recipe: which kernel stores other numbers than plain arithmetic, or
-    failed. None: every kernel stores the same. Sync point."""
+    failed. None: every kernel stores the same. vocab_size: of a head that computes in the recipe; its kernels
+    are compared at this width, so that training need not compile them for another. Sync point."""
     try:
-        return _compare_float8(device) if recipe in ONE_SCALE else _compare_emulation(recipe, device)
+        if recipe in ONE_SCALE:
+            return _compare_float8(device, vocab_size)
+        return _compare_emulation(recipe, device)
     except Exception as error:  # whatever fails here would fail in training
         return f"a kernel failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _compare_float8(device: torch.device) -> str | None:
+def _compare_float8(device: torch.device, vocab_size: int | None) -> str | None:
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
-    x, dh, logits = (
-        torch.randn(256, width, generator=generator, device=device).to(torch.bfloat16)
-        for width in (512, 256, 512)
-    )
-    targets = torch.arange(256, device=device)
-    _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
-    cross_entropy(logits, targets, True)  # by now, logits are their gradient
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(torch.bfloat16)
+
+    x, dh = random(256, 512), random(256, 256)
     written = {
         "cast to e4m3": (x, quantize(x, FORWARD)),
         "cast to e5m2": (x, quantize(x, GRADIENT)),
         "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh, GRADIENT)),
-        "gradient of the logits": (logits, gradient),
     }
+    if vocab_size is not None:
+        logits = random(32, vocab_size)
+        targets = torch.arange(32, device=device) % vocab_size
+        _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
+        cross_entropy(logits, targets, True)  # by now, logits are their gradient
+        written["gradient of the logits"] = logits, gradient
     for name, (source, found) in written.items():
         expected = (source.float() / found.inverse_scale).double()
         for matrix, kernel in ((expected, found.rows), (expected.t(), found.columns)):

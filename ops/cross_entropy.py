@@ -9,8 +9,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 
+from ops.custom_op import custom_op, register_fake
 from ops.float8 import quantize, scale_of
 from ops.linear import Linear, add_weight_gradient
 from ops.quantized_linear import Operand, Quantized, matmul
@@ -148,7 +148,7 @@ def _cross_entropy_float8(
     return triton_cross_entropy_float8(logits, targets, scale, dtype)
 
 
-@_cross_entropy_float8.register_fake
+@register_fake(_cross_entropy_float8)
 def _(logits, targets, scale, dtype):
     N, V = logits.shape
     losses = logits.new_empty(N, dtype=torch.float32)
@@ -173,6 +173,6 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -
     return losses
 
 
-@cross_entropy.register_fake
+@register_fake(cross_entropy)
 def _(logits, targets, gradient):
     return logits.new_empty(targets.shape, dtype=torch.float32)

@@ -38,9 +38,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.library import custom_op
 
 from ops import cublaslt
+from ops.custom_op import custom_op, register_fake
 from ops.quantization.formats import to_float8
 from ops.quantized_linear import Operand
 
@@ -114,7 +114,7 @@ def _amax_parts(x: torch.Tensor) -> int:
 def amax_of(x: torch.Tensor) -> torch.Tensor | None:
     """The amax of what an operation wrote that torch.compile does not make, on a GPU, by a pass of its own:
     half as long as the one that torch.compile would make. Elsewhere None: quantize() computes it."""
-    return _amax(x) if x.is_cuda else None
+    return _amax(x.detach()) if x.is_cuda else None
 
 
 @custom_op("nanomfu::amax", mutates_args=())
@@ -126,12 +126,9 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
     return parts
 
 
-@_amax.register_fake
+@register_fake(_amax)
 def _(x):
     return x.new_empty(_amax_parts(x), dtype=torch.float32)
-
-
-_amax.register_autograd(lambda ctx, damax: None)
 
 
 @custom_op("nanomfu::float8_cast", mutates_args=())
@@ -145,7 +142,7 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[tor
     return values, values.t().contiguous()
 
 
-@_cast.register_fake
+@register_fake(_cast)
 def _(x, scale, dtype):
     M, N = x.shape
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
@@ -187,7 +184,7 @@ def add_float8_weight_gradient(
     total.add_(matmul(dyt, xt, dy_inverse, x_inverse, torch.float32))
 
 
-@add_float8_weight_gradient.register_fake
+@register_fake(add_float8_weight_gradient)
 def _(dyt, xt, dy_inverse, x_inverse, total):
     return None
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.library import custom_op
 
 from ops.activation import Activation
+from ops.custom_op import custom_op, register_fake
 from ops.norm import RMSNorm
 from ops.ranges import ranged
 
@@ -107,7 +107,7 @@ def heads_forward(
     return triton_heads(qkv.contiguous(), bias, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
 
 
-@heads_forward.register_fake
+@register_fake(heads_forward)
 def _(qkv, bias, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
     B, T, D = qkv.shape[0], qkv.shape[1], 2 * cos.shape[1]
     counts = n_head, n_kv_head, n_kv_head if q_weight is None else 0
@@ -136,7 +136,7 @@ def heads_backward(
     return triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, bias)
 
 
-@heads_backward.register_fake
+@register_fake(heads_backward)
 def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, bias):
     B, T, H, D = dq.shape
     width = (H + 2 * dk.shape[2]) * D

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from ops.activation import Activation, Delta
+from ops.custom_op import custom_op, register_fake
 from ops.norm import norm_again
 
 
@@ -106,7 +106,7 @@ def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor) 
         total.addmm_(dy.t().to(total.dtype), x.to(total.dtype))
 
 
-@add_weight_gradient.register_fake
+@register_fake(add_weight_gradient)
 def _(dy, x, total):
     return None
 

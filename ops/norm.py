@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.library import custom_op
 
 from ops.activation import Activation, Delta
+from ops.custom_op import custom_op, register_fake
 from ops.ranges import ranged
 
 
@@ -73,7 +73,7 @@ def add_norm(x: torch.Tensor, delta: Delta, norm: Norm) -> tuple[torch.Tensor, A
         total = x + value
         return total, Activation(normalize(total, norm), source=(total, *norm))
     rows = x.flatten(0, -2), value.flatten(0, -2)
-    total, normed, amax, _ = _add_norm(*rows, *norm, gradient_amax)
+    total, normed, amax = AddNorm.apply(*rows, gradient_amax, *norm)
     total = total.view_as(x)
     return total, Activation(normed.view_as(x), amax, source=(total, *norm))
 
@@ -86,7 +86,6 @@ def _add_norm(
     bias: torch.Tensor | None,
     eps: float,
     centered: bool,
-    gradient_amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum, its norm, the norm's amax (N,), and each row's mean and factor (2, N)."""
     from ops.triton_kernels.norm import triton_add_norm
@@ -94,8 +93,8 @@ def _add_norm(
     return triton_add_norm(x.contiguous(), delta.contiguous(), weight, bias, eps, centered)
 
 
-@_add_norm.register_fake
-def _(x, delta, weight, bias, eps, centered, gradient_amax):
+@register_fake(_add_norm)
+def _(x, delta, weight, bias, eps, centered):
     N, wide = x.shape[0], {"dtype": torch.float32}
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(N, **wide), x.new_empty(2, N, **wide)
 
@@ -119,29 +118,31 @@ def _add_norm_backward(
     return triton_add_norm_backward(total, *gradients, weight, rows, centered, bias, amax)
 
 
-@_add_norm_backward.register_fake
+@register_fake(_add_norm_backward)
 def _(total, dnormed, dtotal, weight, rows, centered, bias, amax):
     dweights = weight.new_empty(1 + bias, *weight.shape, dtype=torch.float32)
     return total.new_empty(total.shape), dweights, dweights.new_empty(())
 
 
-def _setup(ctx, inputs, output):
-    _, _, weight, bias, _, ctx.centered, gradient_amax = inputs
-    total, _, _, rows = output
-    ctx.save_for_backward(total, weight, rows)
-    ctx.bias, ctx.wants_amax = bias is not None, gradient_amax is not None
+class AddNorm(torch.autograd.Function):
+    """add_norm on a GPU: x and delta (N, C) -> the sum, its norm, and the norm's amax (N,)."""
 
+    @staticmethod
+    def forward(ctx, x, delta, gradient_amax, weight, bias, eps, centered):
+        total, normed, amax, rows = _add_norm(x, delta, weight, bias, eps, centered)
+        ctx.save_for_backward(total, weight, rows)
+        ctx.mark_non_differentiable(amax)
+        ctx.centered, ctx.bias, ctx.tells_amax = centered, bias is not None, gradient_amax is not None
+        return total, normed, amax
 
-def _autograd(ctx, dtotal, dnormed, damax, drows):
-    total, weight, rows = ctx.saved_tensors
-    settings = ctx.centered, ctx.bias, ctx.wants_amax
-    dx, dweights, amax = _add_norm_backward(total, dnormed, dtotal, weight, rows, *settings)
-    dweights = dweights.to(weight.dtype)
-    dbias = dweights[1] if ctx.bias else None
-    return dx, dx, dweights[0], dbias, None, None, amax if ctx.wants_amax else None
-
-
-_add_norm.register_autograd(_autograd, setup_context=_setup)
+    @staticmethod
+    def backward(ctx, dtotal, dnormed, damax):
+        total, weight, rows = ctx.saved_tensors
+        settings = ctx.centered, ctx.bias, ctx.tells_amax
+        dx, dweights, amax = _add_norm_backward(total, dnormed, dtotal, weight, rows, *settings)
+        dweights = dweights.to(weight.dtype)
+        dbias = dweights[1] if ctx.bias else None
+        return dx, dx, amax if ctx.tells_amax else None, dweights[0], dbias, None, None
 
 
 @custom_op("nanomfu::norm_again", mutates_args=())
@@ -157,6 +158,6 @@ def norm_again(
     return normalize(total, Norm(weight, bias, eps, centered))
 
 
-@norm_again.register_fake
+@register_fake(norm_again)
 def _(total, weight, bias, eps, centered):
     return total.new_empty(total.shape)

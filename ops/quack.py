@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from ops.activation import Activation, Delta
+from ops.custom_op import custom_op, register_fake
 from ops.linear import Linear, weight_gradient
 from ops.swiglu import pairs, plain_swiglu_backward, swiglu
 
@@ -146,7 +146,7 @@ def activated_matmul(
     return quack_forward(x, weight, activation)
 
 
-@activated_matmul.register_fake
+@register_fake(activated_matmul)
 def _new_outputs(x, weight, activation):
     M, N = x.shape[0], weight.shape[0]
     return x.new_empty(M, N), x.new_empty(M, N // 2 if activation == SWIGLU else N)
@@ -165,7 +165,7 @@ def activation_backward_matmul(
     return quack_backward(dy, weight, preactivation, activation)
 
 
-@activation_backward_matmul.register_fake
+@register_fake(activation_backward_matmul)
 def _(dy, weight, preactivation, activation):
     return preactivation.new_empty(preactivation.shape)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 
+from ops.custom_op import custom_op, register_fake
 from ops.float8 import quantize, scale_of
 from ops.quantized_linear import Operand
 from ops.ranges import ranged
@@ -29,9 +29,22 @@ def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """x (..., 2F), pairs of gate and up -> silu(gate) * up (..., F)."""
     if x.is_cuda:
-        return swiglu_with_amax(x.flatten(0, -2))[0].unflatten(0, x.shape[:-1])
+        return SwiGLU.apply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
     gate, up = pairs(x)
     return F.silu(gate) * up
+
+
+class SwiGLU(torch.autograd.Function):
+    """swiglu on a GPU, of x (M, 2F)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return swiglu_with_amax(x)[0]
+
+    @staticmethod
+    def backward(ctx, dh):
+        return swiglu_backward(*ctx.saved_tensors, dh)
 
 
 def _amax_parts(width: int) -> int:
@@ -50,7 +63,7 @@ def swiglu_with_amax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return h, h.abs().float().amax(-1, keepdim=True).repeat(1, _amax_parts(h.shape[1]))
 
 
-@swiglu_with_amax.register_fake
+@register_fake(swiglu_with_amax)
 def _(x):
     M, width = x.shape[0], x.shape[1] // 2
     return x.new_empty(M, width), x.new_empty(M, _amax_parts(width), dtype=torch.float32)
@@ -74,7 +87,7 @@ def plain_swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
-@swiglu_backward.register_fake
+@register_fake(swiglu_backward)
 def _(x, dh):
     return x.new_empty(x.shape)
 
@@ -92,7 +105,7 @@ def swiglu_backward_and_product(x: torch.Tensor, dh: torch.Tensor) -> tuple[torc
     return torch.stack((dgate, dh * activated), dim=-1).flatten(-2), activated * up
 
 
-@swiglu_backward_and_product.register_fake
+@register_fake(swiglu_backward_and_product)
 def _(x, dh):
     return x.new_empty(x.shape), x.new_empty(dh.shape)
 
@@ -115,7 +128,7 @@ def _swiglu_backward_amax(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
     return triton_swiglu_backward_amax(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
 
 
-@_swiglu_backward_amax.register_fake
+@register_fake(_swiglu_backward_amax)
 def _(x, dh):
     M, width = dh.shape
     return x.new_empty(M, _amax_parts(width), dtype=torch.float32)
@@ -130,13 +143,7 @@ def _swiglu_backward_float8(
     return triton_swiglu_backward_float8(x.contiguous(), dh.contiguous(), scale, dtype)
 
 
-@_swiglu_backward_float8.register_fake
+@register_fake(_swiglu_backward_float8)
 def _(x, dh, scale, dtype):
     M, N = x.shape
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-
-
-swiglu_with_amax.register_autograd(
-    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-)

@@ -8,7 +8,8 @@ common/recipe/delayed_scaling.cu).
 from __future__ import annotations
 
 import torch
-from torch.library import custom_op
+
+from ops.custom_op import custom_op, register_fake
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -54,6 +55,6 @@ def _update_all(
     amax.zero_()
 
 
-@_update_all.register_fake
+@register_fake(_update_all)
 def _(scale, history, amax, mapped_to, over_all):
     return None

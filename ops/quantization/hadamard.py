@@ -16,7 +16,8 @@ then one in 170 NVFP4 codes is another: so the transform is an operation that it
 from __future__ import annotations
 
 import torch
-from torch.library import custom_op
+
+from ops.custom_op import custom_op, register_fake
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -42,6 +43,6 @@ def _transform(x: torch.Tensor, dim: int) -> torch.Tensor:
     return tiles.flatten(-2).movedim(-1, dim).to(x.dtype).contiguous()
 
 
-@_transform.register_fake
+@register_fake(_transform)
 def _(x, dim):
     return x.new_empty(x.shape)

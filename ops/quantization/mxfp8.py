@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.library import custom_op
 
+from ops.custom_op import custom_op, register_fake
 from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
 from ops.quantization.formats import (
     E4M3,
@@ -60,7 +60,7 @@ def _quantize(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, torc
     return to_float8(x.float() * spread(inverse, (rows, columns)), E4M3), exponents
 
 
-@_quantize.register_fake
+@register_fake(_quantize)
 def _(x, block):
     exponents = x.new_empty(number_of_blocks(x, block), dtype=torch.uint8)
     return torch.empty(x.shape, dtype=E4M3, device=x.device), exponents

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.library import custom_op
 
+from ops.custom_op import custom_op, register_fake
 from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
 from ops.quantization.formats import (
     E2M1_MAX,
@@ -80,7 +80,7 @@ def _quantize(
     return e2m1_codes(rounded), scales
 
 
-@_quantize.register_fake
+@register_fake(_quantize)
 def _(x, block, amax, bits):
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     return codes, x.new_empty(number_of_blocks(x, block), dtype=E4M3)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 
 from ops.cross_entropy import cross_entropy
+from ops.custom_op import custom_op, register_fake
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.formats import E4M3
 from ops.quantization.hadamard import random_hadamard
@@ -135,7 +135,7 @@ def block_scaled_product(
     return scaled_mm(a, a_scales, b, b_scales, dtype)
 
 
-@block_scaled_product.register_fake
+@register_fake(block_scaled_product)
 def _(a, a_scales, b, b_scales, dtype):
     return a.new_empty(len(a), len(b), dtype=dtype)
 
@@ -204,7 +204,7 @@ def block_forms(
     return rows, columns, scales, others
 
 
-@block_forms.register_fake
+@register_fake(block_forms)
 def _(x, amaxes=None, key=None):
     check_operand(x, (32, 32) if amaxes is None else nvfp4.SQUARE)
     return _empty(x, amaxes is not None)

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.library import custom_op
 
+from ops.custom_op import custom_op, register_fake
 from ops.float8 import FORWARD, scale_of
 from ops.float8_linear import Float8Linear
 from ops.quantization.formats import to_float8
@@ -95,7 +95,7 @@ def _delayed_quantize(
     return plain_delayed_quantize(x, scale, amax, dtype, known_amax)
 
 
-@_delayed_quantize.register_fake
+@register_fake(_delayed_quantize)
 def _(x, scale, amax, dtype, known_amax):
     return _empty_float8(x, dtype)
 
@@ -163,6 +163,6 @@ def _delayed_swiglu_backward(
     return plain_delayed_quantize(swiglu_backward(x, dh), scale, amax, dtype, None)
 
 
-@_delayed_swiglu_backward.register_fake
+@register_fake(_delayed_swiglu_backward)
 def _(x, dh, scale, amax, dtype):
     return _empty_float8(x, dtype)

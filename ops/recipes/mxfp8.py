@@ -7,9 +7,9 @@ M rows · K columns
 from __future__ import annotations
 
 import torch
-from torch.library import custom_op
 
 from ops.cross_entropy import cross_entropy
+from ops.custom_op import custom_op, register_fake
 from ops.quantization import mxfp8
 from ops.quantized_linear import Operand
 from ops.recipes.emulated import EmulatedLinear, check_operand
@@ -57,7 +57,7 @@ def mxfp8_operand(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mxfp8.dequantize(by_rows), mxfp8.dequantize(by_columns)
 
 
-@mxfp8_operand.register_fake
+@register_fake(mxfp8_operand)
 def _(x):
     check_operand(x, mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS)
     return x.new_empty(x.shape), x.new_empty(x.shape)

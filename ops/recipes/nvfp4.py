@@ -8,9 +8,9 @@ M rows · K columns
 from __future__ import annotations
 
 import torch
-from torch.library import custom_op
 
 from ops.cross_entropy import cross_entropy
+from ops.custom_op import custom_op, register_fake
 from ops.quantization import nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_bits
@@ -69,7 +69,7 @@ def nvfp4_amaxes(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([form.abs().amax().float() for form in (x, random_hadamard(x, dim=0))])
 
 
-@nvfp4_amaxes.register_fake
+@register_fake(nvfp4_amaxes)
 def _(x):
     check_operand(x, nvfp4.SQUARE)
     return x.new_empty(2, dtype=torch.float32)
@@ -99,7 +99,7 @@ def nvfp4_operand(
     return nvfp4.dequantize(by_rows), nvfp4.dequantize(by_columns)
 
 
-@nvfp4_operand.register_fake
+@register_fake(nvfp4_operand)
 def _(x, amaxes, key=None):
     check_operand(x, nvfp4.SQUARE)
     return x.new_empty(x.shape), x.new_empty(x.shape)
@@ -117,7 +117,7 @@ def nvfp4_weight(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE, amax))
 
 
-@nvfp4_weight.register_fake
+@register_fake(nvfp4_weight)
 def _(weight, amax):
     check_operand(weight, nvfp4.SQUARE)
     return weight.new_empty(weight.shape)

@@ -3,7 +3,8 @@ commit why a budget grows. Since 35,550 lines came Muon (900), the time to a los
 seals (400), its reference experiment (500), matmuls of scaled blocks for Blackwell (570), what each GPU runs
 natively (110), flash-attn 4, also with document masks, and the peaks of these formats (300), the second look
 with its kernel (300), seconds to the next step (300), costs that grow (90), the time, price and summary of a
-run and the hints for those who come from elsewhere (430), the bias of q, k, v where heads are split (70); 600
+run and the hints for those who come from elsewhere (430), the bias of q, k, v where heads are split (70),
+operators that cost the host less (40); 600
 left."""
 
 import subprocess
@@ -47,12 +48,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_877,
-    "lines that train.py reaches": 24_785,
-    "lines of ops/": 6_602,
+    "lines of the product": 38_916,
+    "lines that train.py reaches": 24_824,
+    "lines of ops/": 6_640,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_322,
+    "lines of training/": 15_323,
     "keys": 107,
     "words of the documents": 27_000,
 }

@@ -78,6 +78,6 @@ def let_layers_ask(monkeypatch, layers_tell: bool) -> None:
 def add_norm(x, delta, settings):
     value, gradient_amax = delta
     rows = x.flatten(0, -2), value.flatten(0, -2)
-    total, normed, amax, _ = norm._add_norm(*rows, *settings, gradient_amax)
+    total, normed, amax = norm.AddNorm.apply(*rows, gradient_amax, *settings)
     total = total.view_as(x)
     return total, Activation(normed.view_as(x), amax, source=(total, *settings))

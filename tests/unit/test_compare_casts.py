@@ -34,7 +34,7 @@ def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
 
 @pytest.mark.parametrize("recipe", ALIGNMENTS)
 def test_the_comparison_finds_nothing_where_plain_forms_run_twice(recipe):
-    assert comparison.compare_casts(recipe, CPU) is None
+    assert comparison.compare_casts(recipe, CPU, 200) is None
 
 
 @pytest.mark.parametrize("function", KERNELS)
@@ -42,7 +42,7 @@ def test_a_kernel_that_writes_other_numbers_ends_the_run_with_its_name(function,
     recipe, message = KERNELS[function]
     spoiled(function, monkeypatch)
     with pytest.raises(RunError) as caught:
-        check_kernels(recipe, CPU)
+        check_kernels(recipe, CPU, 200)
     assert f"low_precision='{recipe}' cannot run on this GPU" in str(caught.value)
     assert message in str(caught.value) and "low_precision='none'" in str(caught.value)
 
@@ -61,7 +61,16 @@ def test_a_kernel_that_stores_wrong_fp8_numbers_ends_the_run_at_the_start(name, 
 
     monkeypatch.setattr(comparison, name, wrong)
     with pytest.raises(RunError, match="stores wrong fp8 numbers.*low_precision='none'"):
-        check_kernels("fp8_delayed", CPU)
+        check_kernels("fp8_delayed", CPU, 200)
+
+
+def test_kernels_of_the_head_are_compared_only_if_it_computes_in_the_recipe(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("called")
+
+    monkeypatch.setattr(comparison, "cross_entropy_float8", fails)
+    assert comparison.compare_casts("fp8_tensorwise", CPU, None) is None
+    assert comparison.compare_casts("fp8_tensorwise", CPU, 200) == "a kernel failed: RuntimeError: called"
 
 
 def test_one_number_that_differs_is_enough(monkeypatch):
@@ -71,7 +80,7 @@ def test_one_number_that_differs_is_enough(monkeypatch):
         return x
 
     spoiled("mxfp8_operand", monkeypatch, one)
-    assert "(1 of 147,456)" in comparison.compare_casts("mxfp8", CPU)
+    assert "(1 of 147,456)" in comparison.compare_casts("mxfp8", CPU, None)
 
 
 def test_a_kernel_that_does_not_compile_is_a_reason_not_an_error(monkeypatch):
@@ -80,4 +89,4 @@ def test_a_kernel_that_does_not_compile_is_a_reason_not_an_error(monkeypatch):
 
     spoiled("nvfp4_weight", monkeypatch, fails)
     reason = "a kernel failed: RuntimeError: no such instruction"
-    assert comparison.compare_casts("nvfp4", CPU) == reason
+    assert comparison.compare_casts("nvfp4", CPU, None) == reason

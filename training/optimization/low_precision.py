@@ -67,7 +67,8 @@ def use_low_precision(model: nn.Module, config: TrainConfig, world: World = ALON
         assert not layer.weight.is_meta, f"{path}: init_weights comes first"
         _check_widths(config, path, layer.weight)
     if device.type == "cuda":  # where kernels write the numbers
-        check_kernels(config.low_precision, device)
+        of_head = (one.out_features for path, one in layers.items() if not IN_BLOCK.match(path))
+        check_kernels(config.low_precision, device, next(of_head, None))
     native = {}
     if low_precision_support(config.low_precision, capability(device)) == CHECKED:
         # nvfp4's head has a gradient in bf16, so it is emulated
@@ -153,9 +154,9 @@ def _check_tokens(config: TrainConfig) -> None:
         )
 
 
-def check_kernels(recipe: str, device: torch.device) -> None:
+def check_kernels(recipe: str, device: torch.device, vocab_size: int | None) -> None:
     """Compares what a recipe's kernels write with plain arithmetic. Raises RunError. Sync point."""
-    if reason := compare_casts(recipe, device):
+    if reason := compare_casts(recipe, device, vocab_size):
         raise RunError(
             f"low_precision={recipe!r} cannot run on this GPU with torch {torch.__version__} and its "
             f"Triton: {reason}; another version of torch brings another Triton, low_precision='none' needs "
