@@ -46,6 +46,7 @@ ORDER = (
     "ops/*",
     "ops/triton_kernels/*",
     "ops/quantization/*",
+    "ops/custom_op.py",
     "model_config.py",
     "rope_scaling.py",
     "data/*",
