@@ -50,10 +50,10 @@ MEASURES = {
 BUDGETS = {
     "lines of the product": 38_916,
     "lines that train.py reaches": 24_824,
-    "lines of ops/": 6_640,
+    "lines of ops/": 6_639,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_323,
+    "lines of training/": 15_324,
     "keys": 107,
     "words of the documents": 27_000,
 }

@@ -309,12 +309,19 @@ def test_a_snapshot_comes_back_bit_for_bit(dataset):
     assert same(now(), second)
 
 
+TRY_IT = "off; try --use_cuda_graphs=True, "
+
+
 @pytest.mark.parametrize(
-    "config, line",
-    [("speedrun_124m", "off; try --use_cuda_graphs=True, "), ("qwen3_1.7b", "off, the eager step runs")],
+    "config, flags, line",
+    [
+        ("speedrun_124m", (), TRY_IT),
+        ("qwen3_1.7b", ("--use_fsdp=True", "--low_precision=fp8_tensorwise"), TRY_IT),
+        ("qwen3_1.7b", ("--use_fsdp=True",), "off, the eager step runs"),
+    ],
 )
-def test_a_narrow_model_is_told_to_try_a_graph(run, capsys, config, line):
-    run(f"config/{config}.py", "--dry_run=True", "--gpu=H100", "--use_cuda_graphs=False")
+def test_who_may_wait_for_the_host_is_told_to_try_a_graph(run, capsys, config, flags, line):
+    run(f"config/{config}.py", "--dry_run=True", "--gpu=H100", "--use_cuda_graphs=False", *flags)
     (found,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("CUDA Graph:")]
     assert found.split(None, 2)[2].startswith(line) and len(found) <= 80
 
