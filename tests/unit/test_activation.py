@@ -10,7 +10,8 @@ from model import rotary_angles
 from ops.activation import Activation, drop
 from ops.float8_linear import Float8Linear
 from ops.heads import split_heads
-from ops.norm import RMSNorm
+from ops.norm import AddNorm, RMSNorm
+from ops.swiglu import SwiGLU
 
 B, T, C, H, K, D = 2, 8, 32, 2, 1, 16
 WIDTH = (H + 2 * K) * D
@@ -73,3 +74,16 @@ def test_a_layer_gets_the_amax_of_its_gradient_whoever_takes_what_it_wrote(taker
     TAKERS[taker](activation).sum().backward()
     ((largest, told),) = seen
     assert told.amax() == largest > 0
+
+
+def test_compiled_code_has_the_gradients_of_the_functions_that_only_a_gpu_calls(monkeypatch):
+    fake_norm.use(monkeypatch)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((T, C), (T, C), (), (C,), (C,))]
+
+    def step(x, delta, gradient_amax, weight, bias):
+        total, after, amax = AddNorm.apply(x, delta, gradient_amax, weight, bias, 1e-6, True)
+        return (total + after).sum() + SwiGLU.apply(after).square().sum() * amax.amax()
+
+    expected = torch.autograd.grad(step(*inputs), inputs)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
