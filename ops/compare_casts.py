@@ -48,8 +48,7 @@ def _compare_float8(device: torch.device, vocab_size: int | None) -> str | None:
         "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh, GRADIENT)),
     }
     if vocab_size is not None:
-        logits = random(32, vocab_size)
-        targets = torch.arange(32, device=device) % vocab_size
+        logits, targets = random(256, vocab_size), torch.arange(256, device=device) % vocab_size
         _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
         cross_entropy(logits, targets, True)  # by now, logits are their gradient
         written["gradient of the logits"] = logits, gradient

@@ -4,8 +4,7 @@ seals (400), its reference experiment (500), matmuls of scaled blocks for Blackw
 natively (110), flash-attn 4, also with document masks, and the peaks of these formats (300), the second look
 with its kernel (300), seconds to the next step (300), costs that grow (90), the time, price and summary of a
 run and the hints for those who come from elsewhere (430), the bias of q, k, v where heads are split (70),
-operators that cost the host less (40); 600
-left."""
+operators that cost the host less (40); 600 left."""
 
 import subprocess
 
@@ -50,10 +49,10 @@ MEASURES = {
 BUDGETS = {
     "lines of the product": 38_916,
     "lines that train.py reaches": 24_824,
-    "lines of ops/": 6_639,
+    "lines of ops/": 6_638,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_324,
+    "lines of training/": 15_325,
     "keys": 107,
     "words of the documents": 27_000,
 }

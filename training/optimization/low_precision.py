@@ -75,6 +75,9 @@ def use_low_precision(model: nn.Module, config: TrainConfig, world: World = ALON
         native = {p: one for p, one in layers.items() if config.low_precision == "mxfp8" or IN_BLOCK.match(p)}
         state.check_failed = _check_block_scaled(native, config, world)
         state.block_scaled = state.check_failed is None
+    if device.type == "cuda":  # what the comparisons took, up to 2 GB, is not the run's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     numbers = {path: i for i, path in enumerate(layers)}
 
     def recipe(layer: Linear, path: str) -> None:
@@ -99,9 +102,6 @@ def _check_block_scaled(layers: dict[str, Linear], config: TrainConfig, world: W
     }
     found = (find_difference(*kinds, *case, key) for case in sorted(cases))
     reasons = gather_objects(next(filter(None, found), None), world)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     reason = next((f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one), None)
     if reason:
         log.warning(

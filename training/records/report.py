@@ -242,7 +242,8 @@ def _cuda_graphs(config: TrainConfig) -> str:
         return f"not used, {eager}: {obstacle}" if obstacle else "asked for; used if its check passes"
     # by FSDP in fp8 a row was up to 12 % slower than the fastest one, as a graph 3 % (LOG.md)
     waits = config.n_embd <= NARROW or (config.use_fsdp and config.low_precision != "none")
-    return f"off, {eager}" if obstacle or not waits else "off; try --use_cuda_graphs=True, GPUs wait"
+    try_it = "off; try --use_cuda_graphs=True, the GPU may wait"
+    return try_it if waits and not obstacle else f"off, {eager}"
 
 
 def _dataloader(config: TrainConfig) -> str:
