@@ -35,24 +35,7 @@ def metadata_of(versions):
     return SimpleNamespace(version=version, PackageNotFoundError=PackageNotFoundError)
 
 
-def forward_kernel(activation):
-    def run(x, transposed, bias, out, config, tuned):
-        made = quack.plain_forward(x, transposed.t(), activation)
-        for written, values in zip((out["D"], out["mAuxOut"]), made, strict=True):
-            written.copy_(values)
-
-    return run
-
-
-def backward_kernel(activation):
-    return lambda *tensors, out, config, tuned: out["D"].copy_(quack.plain_backward(*tensors, activation))
-
-
-KERNELS = [
-    (quack, "_config", lambda: None),
-    (quack, "_forward_kernel", forward_kernel),
-    (quack, "_backward_kernel", backward_kernel),
-]
+KERNELS = [(quack, "quack_forward", quack.plain_forward), (quack, "quack_backward", quack.plain_backward)]
 MACHINE = [
     (inputs, "capability", lambda device: HERE),
     (ffn_backend, "metadata", metadata_of(VERSIONS)),

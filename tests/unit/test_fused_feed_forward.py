@@ -28,7 +28,7 @@ from training.optimization.ffn_backend import check_ffn_backend, require_ffn_bac
 
 QUACK = {"ffn_backend": "quack", "dtype": "bfloat16"}
 MLP = {"ffn_type": "mlp", "activation": "gelu"}
-ACTIVATIONS = ["swiglu", "gelu"]
+ACTIVATIONS = [quack.SWIGLU, quack.GELU]
 
 
 def config_of(**keys):
@@ -137,7 +137,6 @@ QUACK_OF_HERE, CUTLASS_OF_HERE = ({name: version} for name, version in VERSIONS.
         (CUTLASS_OF_HERE, "13.0", "quack-kernels, not installed here: pip install -r requirements-quack.txt"),
         (QUACK_OF_HERE, "13.0", "nvidia-cutlass-dsl, not installed here: pip"),
         ({}, "13.0", "quack-kernels and nvidia-cutlass-dsl, not installed here: pip"),
-        ({**VERSIONS, "quack-kernels": "0.7.0"}, "13.0", "quack-kernels 0.6.5, whose internal functions"),
         (VERSIONS, "12.6", f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA 12.6"),
         (VERSIONS, None, f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA None"),
     ],
@@ -152,9 +151,8 @@ def test_torch_needs_nothing():
     require_ffn_backend(config_of(ffn_backend="torch"), CPU)
 
 
-def test_the_versions_are_those_of_the_requirements_file():
+def test_what_it_needs_is_in_the_requirements_file():
     text = (ROOT / "requirements-quack.txt").read_text()
-    assert f"quack-kernels=={ffn_backend.VERSION}" in text
     assert all(name in text for name in ffn_backend.PACKAGES)
     assert f"[cu{ffn_backend.CUDA}]" in text
 
@@ -176,7 +174,8 @@ def test_right_kernels_pass_the_comparison_and_leave_the_random_numbers_of_a_run
         ("quack_forward", lambda found: (found[0].roll(1, 0), found[1]), "the output of up"),
         ("quack_forward", lambda found: (found[0], found[1].mul(1.01)), "the activation"),
         ("quack_forward", lambda found: (found[0], found[1] * math.nan), "the activation"),
-        ("quack_backward", lambda found: found.roll(1, 1), "the gradient of up's output"),
+        ("quack_backward", lambda found: (found[0].roll(1, 1), found[1]), "the gradient of up's output"),
+        ("quack_backward", lambda found: (found[0], found[1].roll(1, 0)), "the activation again"),
     ],
 )
 def test_wrong_numbers_end_the_run_at_the_start(kernels, monkeypatch, activation, kernel, spoil, named):

@@ -87,7 +87,7 @@ def kept_by_a_block(s: Sizes, i: int) -> float:
         size += compute * _columns_of_rotated_copies(s)
     size += attention * (compute * A + 4 * model.n_head)  # its output, and its log-sum-exp in float32
     size += operand * A * low  # the input of out, if it is not that output
-    size += compute * s.up + operand * F * inputs  # the output of up, the input of down
+    size += compute * s.up + operand * F * (inputs and not s.quack)  # the output of up, the input of down
     if not config.compile and not _has_swiglu_kernel(s):
         # the activated gate, which compiled code makes again; or what torch.utils.checkpoint keeps without
         # need, the result of down
@@ -118,8 +118,9 @@ def _gradients_in_a_block(s: Sizes, i: int) -> float:
     C, F, compute = s.model.n_embd, s.model.d_ff, s.compute
     gradients = compute * (C + s.up)
     if i not in s.low_blocks:
-        # if the input of down has to be made again: its gradient; swiglu's kernel writes the input beside it
-        return gradients + s.recomputes * compute * F * (1 + _has_swiglu_kernel(s))
+        # if the input of down has to be made again: its gradient; swiglu's kernel writes the input beside it,
+        # and QuACK's writes only the input
+        return gradients + compute * F * (s.quack + s.recomputes * (1 + _has_swiglu_kernel(s)))
     if s.emulated:  # what the gradient of up's output is quantized to
         return gradients + 2 * s.form * s.up
     if s.gated and not s.config.compile:

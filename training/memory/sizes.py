@@ -59,3 +59,4 @@ class Sizes:
             self.head_form = self.form if recipe == "mxfp8" else self.compute
         # whether parts of every block are made again (ops/recompute.py)
         self.recomputes = config.activation_checkpointing in RECOMPUTING
+        self.quack = config.ffn_backend == "quack"
