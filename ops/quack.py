@@ -3,11 +3,11 @@
     up forward     x W_up^T -> preactivation, and h = act(preactivation)
     down dgrad     dy W_down -> dh, of which dpreactivation = dh act'(preactivation) is written, and h again
 The activation works on a matmul's result while that is in registers, so it needs no kernel and no pass over
-memory of its own, and h is not kept from the forward. https://github.com/Dao-AILab/quack, from 0.4.0 on.
-ops/linear.py has the other four matmuls.
+memory of its own, and h is not kept from the forward. https://github.com/Dao-AILab/quack, measured
+with 0.6.5; whether another version gives the same is seen at the start. ops/linear.py has the other matmuls.
 
-The trap: QuACK's forward computes h from the fp32 result of its matmul, and not from the preactivation rounded
-to bf16. So losses differ in the last digits from those of ops/swiglu.py and ops/gelu.py.
+The trap: QuACK's forward computes h from the fp32 result of its matmul, before that is rounded to bf16. So
+losses differ in the last digits from those of ops/swiglu.py and ops/gelu.py.
 
     M tokens · K = C model width · F feed-forward width
     N: columns of the preactivation; F for GELU, 2F for SwiGLU: gate 0, up 0, gate 1, up 1, ...

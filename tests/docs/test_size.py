@@ -47,12 +47,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_916,
-    "lines that train.py reaches": 24_824,
-    "lines of ops/": 6_638,
+    "lines of the product": 38_851,
+    "lines that train.py reaches": 24_759,
+    "lines of ops/": 6_578,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_325,
+    "lines of training/": 15_320,
     "keys": 107,
     "words of the documents": 27_000,
 }

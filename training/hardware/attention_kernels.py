@@ -301,11 +301,15 @@ def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     """Flex attention skips what no query of a block may see; a dense mask only hides it."""
     kernels: list[tuple] = [("dense mask", _sdpa_default, dense_mask)]
     if device.type == "cuda" and config.dropout == 0:
-        kernels.insert(0, ("flex attention", _flex, _block_mask))
+        attend, mask = (
+            functools.partial(function, torch.compile(of_torch, dynamic=False))
+            for function, of_torch in ((_flex, flex_attention), (_block_mask, create_block_mask))
+        )
+        kernels.insert(0, ("flex attention", attend, mask))
     return kernels
 
 
-def _flex(q, k, v, dropout_p, mask):
+def _flex(compiled, q, k, v, dropout_p, mask):
     """Dong et al. 2024. Fused only when compiled, so it is compiled also where the model is not.
 
     No kernel_options: ROWS_GUARANTEED_SAFE and BLOCKS_ARE_CONTIGUOUS are 5 % faster and wrong here. A token
@@ -313,22 +317,17 @@ def _flex(q, k, v, dropout_p, mask):
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
     grouped = q.shape[1] != k.shape[1]
-    return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    return compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
-def _block_mask(numbers: torch.Tensor):
+def _block_mask(compiled, numbers: torch.Tensor):
     """Numbers (B, T) -> flex attention's mask, 1 bit for 128 x 128 tokens and a rule for those within."""
 
     def visible(b, h, query, key):
         return (query >= key) & (numbers[b, query] == numbers[b, key])
 
     B, T = numbers.shape
-    return _compiled(create_block_mask)(visible, B, None, T, T, device=numbers.device)
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+    return compiled(visible, B, None, T, T, device=numbers.device)
 
 
 BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
