@@ -47,12 +47,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_851,
-    "lines that train.py reaches": 24_759,
+    "lines of the product": 38_864,
+    "lines that train.py reaches": 24_772,
     "lines of ops/": 6_578,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_320,
+    "lines of training/": 15_333,
     "keys": 107,
     "words of the documents": 27_000,
 }

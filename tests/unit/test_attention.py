@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_cases import CPU, assert_agrees, choose, inputs, shape
+from torch.nn.attention.flex_attention import create_block_mask
 
 from model import manual_attention
 from training.hardware import attention_kernels as attention
-from training.hardware.attention_kernels import choose_attention
+from training.hardware.attention_kernels import block_mask, choose_attention
 from training.hardware.capability import CUDNN, TORCH, lookup
 
 KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads
@@ -288,3 +289,17 @@ def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
     with pytest.raises(RuntimeError, match="sdpa .*no kernel image.*manual .*no kernel image"):
         choose_attention("sdpa", shape(), torch.float32, CPU, no_kernel)
+
+
+@pytest.mark.parametrize("T", [60, 128, 200, 512, 1000])
+@pytest.mark.parametrize("begins", [0, 0.001, 0.01, 0.3])  # the chance that a document does at a token
+def test_the_mask_of_flex_attention_is_the_one_that_torch_finds_by_looking_at_all_tokens(T, begins):
+    starts = torch.rand(3, T, generator=torch.Generator().manual_seed(T)) < begins
+    numbers = starts.cumsum(-1, dtype=torch.int32)
+
+    def visible(b, h, query, key):
+        return (query >= key) & (numbers[b, query] == numbers[b, key])
+
+    found, expected = block_mask(numbers), create_block_mask(visible, 3, None, T, T, device="cpu")
+    for one, other in zip(found.as_tuple(), expected.as_tuple(), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else callable(one) or one == other

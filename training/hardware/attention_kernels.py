@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from common.errors import UserError
 from model_config import ModelConfig
@@ -32,6 +32,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 FLASH_MAX_HEAD_DIM = 256  # of flash-attn; 4 has fewer widths on Blackwell, and says so itself in the probe
 CUDNN_MAX_HEAD_DIM = 128
+MASKED_BLOCK = 128  # tokens, of flex attention's mask
 PROBE_TOKENS = 512  # more than one tile of every kernel: flash-attn 4 has another kernel for one
 # of 1 + |output|: outputs are of about unit size, those of a document's first tokens up to 5, where one bit
 # of bf16 is 0.03; a document too many changes them by 1
@@ -301,11 +302,8 @@ def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     """Flex attention skips what no query of a block may see; a dense mask only hides it."""
     kernels: list[tuple] = [("dense mask", _sdpa_default, dense_mask)]
     if device.type == "cuda" and config.dropout == 0:
-        attend, mask = (
-            functools.partial(function, torch.compile(of_torch, dynamic=False))
-            for function, of_torch in ((_flex, flex_attention), (_block_mask, create_block_mask))
-        )
-        kernels.insert(0, ("flex attention", attend, mask))
+        attend = functools.partial(_flex, torch.compile(flex_attention, dynamic=False))
+        kernels.insert(0, ("flex attention", attend, block_mask))
     return kernels
 
 
@@ -320,14 +318,29 @@ def _flex(compiled, q, k, v, dropout_p, mask):
     return compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
-def _block_mask(compiled, numbers: torch.Tensor):
-    """Numbers (B, T) -> flex attention's mask, 1 bit for 128 x 128 tokens and a rule for those within."""
+def block_mask(numbers: torch.Tensor) -> BlockMask:
+    """Numbers (B, T) -> flex attention's mask: what a block of queries sees of one of keys, all, a part or
+    nothing, and a rule for parts. Numbers only rise: those of a block's first and last token tell."""
 
     def visible(b, h, query, key):
         return (query >= key) & (numbers[b, query] == numbers[b, key])
 
-    B, T = numbers.shape
-    return compiled(visible, B, None, T, T, device=numbers.device)
+    T, size = numbers.shape[1], MASKED_BLOCK
+    starts = torch.arange(0, T, size, device=numbers.device)
+    first, last = numbers[:, starts], numbers[:, (starts + size - 1).clamp(max=T - 1)]
+    earlier = starts[:, None] > starts
+    seen = earlier & (first[:, :, None] == last[:, None])  # (B, blocks of queries, of keys)
+    whole = earlier & (last[:, :, None] == first[:, None]) & (starts[:, None] + size <= T)
+    part = seen & ~whole | (starts[:, None] == starts)
+    blocks = *_numbers_first(part), *_numbers_first(whole)
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
+
+
+def _numbers_first(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, n, n) bool -> how many are True in a row, (B, 1, n), and the numbers of these before the others,
+    (B, 1, n, n)."""
+    order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
