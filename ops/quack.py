@@ -27,27 +27,7 @@ from ops.swiglu import pairs, plain_swiglu_backward, swiglu
 SWIGLU, GELU = "swiglu", "gelu_tanh_approx"  # QuACK's names
 
 
-# --- QuACK's kernels ---
-
-
-def quack_forward(
-    x: torch.Tensor, weight: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from quack.gemm_interface import gemm_act
-
-    return gemm_act(x.contiguous(), weight.contiguous().t(), activation=activation, tuned=False)
-
-
-def quack_backward(
-    dy: torch.Tensor, weight: torch.Tensor, preactivation: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from quack.gemm_interface import gemm_dact
-
-    operands = dy.contiguous(), weight.contiguous(), preactivation.contiguous()
-    return gemm_dact(*operands, activation=activation, dynamic_scheduler=False, tuned=False)
-
-
-# --- the same in plain PyTorch: what the kernels are compared with, and what tests put in their place ---
+# --- what the kernels are compared with, and what tests put in their place ---
 
 
 def plain_forward(
@@ -83,11 +63,13 @@ def activated_matmul(
     x: torch.Tensor, weight: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K), weight (N, K) -> preactivation (M, N), h (M, F)."""
-    return quack_forward(x, weight, activation)
+    from quack.gemm_interface import gemm_act
+
+    return gemm_act(x.contiguous(), weight.contiguous().t(), activation=activation, tuned=False)
 
 
 @register_fake(activated_matmul)
-def _new_outputs(x, weight, activation):
+def _(x, weight, activation):
     M, N = x.shape[0], weight.shape[0]
     return x.new_empty(M, N), x.new_empty(M, N // 2 if activation == SWIGLU else N)
 
@@ -102,7 +84,10 @@ def activation_backward_matmul(
     dy: torch.Tensor, weight: torch.Tensor, preactivation: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy (M, C), weight (C, F), preactivation (M, N) -> its gradient (M, N), h (M, F)."""
-    return quack_backward(dy, weight, preactivation, activation)
+    from quack.gemm_interface import gemm_dact
+
+    operands = dy.contiguous(), weight.contiguous(), preactivation.contiguous()
+    return gemm_dact(*operands, activation=activation, dynamic_scheduler=False, tuned=False)
 
 
 @register_fake(activation_backward_matmul)

@@ -47,9 +47,9 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_864,
-    "lines that train.py reaches": 24_772,
-    "lines of ops/": 6_578,
+    "lines of the product": 38_849,
+    "lines that train.py reaches": 24_757,
+    "lines of ops/": 6_563,
     "lines of bench/": 3_401,
     "lines of configs": 509,
     "lines of training/": 15_333,

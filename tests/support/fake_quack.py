@@ -1,4 +1,4 @@
-"""A Hopper GPU with QuACK, faked on a CPU: its operations are their plain forms.
+"""A Hopper GPU with QuACK, faked on a CPU: its functions compute our plain forms.
 
 Run by tests/unit/test_fused_feed_forward.py under torchrun, it is support/runs_worker.py on such a machine:
 
@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
@@ -35,7 +35,20 @@ def metadata_of(versions):
     return SimpleNamespace(version=version, PackageNotFoundError=PackageNotFoundError)
 
 
-KERNELS = [(quack, "quack_forward", quack.plain_forward), (quack, "quack_backward", quack.plain_backward)]
+def gemm_act(A, B, activation, tuned):
+    assert activation in ACTIVATIONS and not tuned
+    return quack.plain_forward(A, B.t(), activation)
+
+
+def gemm_dact(A, B, PreAct, activation, dynamic_scheduler, tuned):
+    assert activation in ACTIVATIONS and not tuned and not dynamic_scheduler
+    return quack.plain_backward(A, B, PreAct, activation)
+
+
+ACTIVATIONS = ("swiglu", "gelu_tanh_approx")  # of QuACK's that we use
+INTERFACE = ModuleType("quack.gemm_interface")
+INTERFACE.gemm_act, INTERFACE.gemm_dact = gemm_act, gemm_dact
+MODULES = {"quack": ModuleType("quack"), INTERFACE.__name__: INTERFACE}
 MACHINE = [
     (inputs, "capability", lambda device: HERE),
     (ffn_backend, "metadata", metadata_of(VERSIONS)),
@@ -46,6 +59,7 @@ MACHINE = [
 if __name__ == "__main__":
     from support import runs_worker
 
-    for owner, name, value in KERNELS + MACHINE:
+    sys.modules.update(MODULES)
+    for owner, name, value in MACHINE:
         setattr(owner, name, value)
     runs_worker.main(sys.argv[1])

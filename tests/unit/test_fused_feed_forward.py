@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 import math
+import sys
 
 import pytest
 import torch
-from support.fake_quack import HERE, KERNELS, MACHINE, VERSIONS, metadata_of
+from support.fake_quack import ACTIVATIONS, HERE, INTERFACE, MACHINE, MODULES, VERSIONS, metadata_of
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.tensors import close, random
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,6 @@ from training.optimization.ffn_backend import check_ffn_backend, require_ffn_bac
 
 QUACK = {"ffn_backend": "quack", "dtype": "bfloat16"}
 MLP = {"ffn_type": "mlp", "activation": "gelu"}
-ACTIVATIONS = [quack.SWIGLU, quack.GELU]
 
 
 def config_of(**keys):
@@ -38,8 +38,8 @@ def config_of(**keys):
 @pytest.fixture
 def kernels(monkeypatch):
     """QuACK's kernels are the plain forms."""
-    for owner, name, value in KERNELS:
-        monkeypatch.setattr(owner, name, value)
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
     yield
     torch._dynamo.reset()
 
@@ -171,25 +171,25 @@ def test_right_kernels_pass_the_comparison_and_leave_the_random_numbers_of_a_run
 @pytest.mark.parametrize(
     ("kernel", "spoil", "named"),
     [
-        ("quack_forward", lambda found: (found[0].roll(1, 0), found[1]), "the output of up"),
-        ("quack_forward", lambda found: (found[0], found[1].mul(1.01)), "the activation"),
-        ("quack_forward", lambda found: (found[0], found[1] * math.nan), "the activation"),
-        ("quack_backward", lambda found: (found[0].roll(1, 1), found[1]), "the gradient of up's output"),
-        ("quack_backward", lambda found: (found[0], found[1].roll(1, 0)), "the activation again"),
+        ("gemm_act", lambda found: (found[0].roll(1, 0), found[1]), "the output of up"),
+        ("gemm_act", lambda found: (found[0], found[1].mul(1.01)), "the activation"),
+        ("gemm_act", lambda found: (found[0], found[1] * math.nan), "the activation"),
+        ("gemm_dact", lambda found: (found[0].roll(1, 1), found[1]), "the gradient of up's output"),
+        ("gemm_dact", lambda found: (found[0], found[1].roll(1, 0)), "the activation again"),
     ],
 )
 def test_wrong_numbers_end_the_run_at_the_start(kernels, monkeypatch, activation, kernel, spoil, named):
-    right = getattr(quack, kernel)
-    monkeypatch.setattr(quack, kernel, lambda *arguments: spoil(right(*arguments)))
+    right = getattr(INTERFACE, kernel)
+    monkeypatch.setattr(INTERFACE, kernel, lambda *operands, **options: spoil(right(*operands, **options)))
     with pytest.raises(RunError, match=f"for {named} computes wrong numbers on this GPU.*ffn_backend=torch"):
         check_ffn_backend(layer_of(activation))
 
 
-def test_a_kernel_that_does_not_run_ends_the_run_with_its_reason(monkeypatch):
-    def fails(*arguments):
+def test_a_kernel_that_does_not_run_ends_the_run_with_its_reason(kernels, monkeypatch):
+    def fails(*operands, **options):
         raise ImportError("libcute.so: cannot open shared object file\nmore lines")
 
-    monkeypatch.setattr(quack, "quack_forward", fails)
+    monkeypatch.setattr(INTERFACE, "gemm_act", fails)
     with pytest.raises(RunError) as error:
         check_ffn_backend(layer_of("swiglu"))
     assert "do not run here: ImportError: libcute.so: cannot open shared object file; " in str(error.value)

@@ -27,7 +27,7 @@ class Capability:
     bf16: bool
     fp8: bool  # matmuls with one scale per tensor
     block_scaled: bool = False  # matmuls with a scale per block, of mxfp8 and nvfp4
-    quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
+    quack: bool = False  # ffn_backend 'quack': matmuls with an activation
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
 
@@ -40,7 +40,7 @@ class Capability:
 #                      10.x, 11.x and 12.x. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
 #   block_scaled       torch.nn.functional.scaled_mm, whose kernels for these formats are cuBLAS's, for 10.x
-#   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
+#   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which were not measured
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 AMPERE = Capability((TORCH,), (FA2,), bf16=True, fp8=False)

@@ -19,7 +19,7 @@ from training.hardware.capability import Capability, dotted
 
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
 CUDA = 13  # for which requirements-quack.txt installs the compiler of its kernels
-NEEDS = "a Hopper GPU (compute capability 9.0: H100, H200), for which its tiles were chosen"
+NEEDS = "a Hopper GPU (compute capability 9.0: H100, H200), where it was measured"
 INSTALL = "pip install -r requirements-quack.txt"
 ROWS = 256  # tokens of the comparison: two tiles of each kernel
 TOLERANCE = 5e-3  # of results in bf16, relative: rounding makes 0.0017, a wrong layout about 1
