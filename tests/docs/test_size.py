@@ -47,12 +47,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_849,
-    "lines that train.py reaches": 24_757,
+    "lines of the product": 38_844,
+    "lines that train.py reaches": 24_752,
     "lines of ops/": 6_563,
     "lines of bench/": 3_401,
     "lines of configs": 509,
-    "lines of training/": 15_333,
+    "lines of training/": 15_328,
     "keys": 107,
     "words of the documents": 27_000,
 }

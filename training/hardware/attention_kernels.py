@@ -326,21 +326,18 @@ def block_mask(numbers: torch.Tensor) -> BlockMask:
         return (query >= key) & (numbers[b, query] == numbers[b, key])
 
     T, size = numbers.shape[1], MASKED_BLOCK
-    starts = torch.arange(0, T, size, device=numbers.device)
-    first, last = numbers[:, starts], numbers[:, (starts + size - 1).clamp(max=T - 1)]
-    earlier = starts[:, None] > starts
-    seen = earlier & (first[:, :, None] == last[:, None])  # (B, blocks of queries, of keys)
-    whole = earlier & (last[:, :, None] == first[:, None]) & (starts[:, None] + size <= T)
-    part = seen & ~whole | (starts[:, None] == starts)
-    blocks = *_numbers_first(part), *_numbers_first(whole)
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
-
-
-def _numbers_first(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, n, n) bool -> how many are True in a row, (B, 1, n), and the numbers of these before the others,
-    (B, 1, n, n)."""
-    order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+    first = numbers[:, ::size]  # (B, n), of n blocks
+    # a block that the window's end cuts off sees no other as a whole: as if a document began in the rest
+    last = torch.cat((numbers[:, size - 1 :: size], numbers[:, -1:] + 1), 1)[:, : first.shape[1]]
+    seen = (last[:, None] >= first[:, :, None]).tril()  # (B, blocks of queries, of keys)
+    whole = (first[:, None] >= last[:, :, None]).tril(-1)
+    part = seen ^ whole
+    kinds = torch.stack((part, whole, part.mT, whole.mT))[:, :, None]  # (4, B, 1, n, n)
+    count = kinds.sum(-1, dtype=torch.int32)
+    true_first = kinds.byte().argsort(dim=-1, descending=True, stable=True).int()
+    keys, whole_keys, queries, whole_queries = zip(count, true_first, strict=True)
+    blocks = (*keys, *whole_keys, *queries, *whole_queries)
+    return BlockMask((T, T), *blocks, BLOCK_SIZE=(size, size), mask_mod=visible)
 
 
 BACKENDS = {FA4: _flash_attn_4, FA3: _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}

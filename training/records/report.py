@@ -240,10 +240,8 @@ def _cuda_graphs(config: TrainConfig) -> str:
     obstacle, eager = cuda_graphs_obstacle(config), "the eager step runs"
     if config.use_cuda_graphs:
         return f"not used, {eager}: {obstacle}" if obstacle else "asked for; used if its check passes"
-    # by FSDP in fp8 a row was up to 12 % slower than the fastest one, as a graph 3 % (LOG.md)
-    waits = config.n_embd <= NARROW or (config.use_fsdp and config.low_precision != "none")
     try_it = "off; try --use_cuda_graphs=True, the GPU may wait"
-    return try_it if waits and not obstacle else f"off, {eager}"
+    return try_it if config.n_embd <= NARROW and not obstacle else f"off, {eager}"
 
 
 def _dataloader(config: TrainConfig) -> str:
