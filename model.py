@@ -239,7 +239,7 @@ class Transformer(nn.Module):
         if self.positions is None:
             self._set_rotary(device)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim < 2:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
                 continue
             residual = name.endswith(("attn.out.weight", "ffn.down.weight"))

@@ -6,10 +6,12 @@ N tokens · C width · V vocabulary
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from common.errors import UserError
 from ops.custom_op import custom_op, register_fake
 from ops.float8 import quantize, scale_of
 from ops.linear import Linear, add_weight_gradient
@@ -17,13 +19,12 @@ from ops.quantized_linear import Operand, Quantized, matmul
 from ops.ranges import ranged
 
 
-class GradientScale:
-    """What the gradients of a micro-batch's loss are to be multiplied by: its share of the iteration, and the
-    loss scale. A loss that multiplies its gradients itself sets `applied`; any other is multiplied by the
-    caller (training/optimization/step.py)."""
+class GradientScale(NamedTuple):
+    """What the step multiplies a micro-batch's loss by before the backward: its share of the iteration, and
+    the loss scale."""
 
-    def __init__(self, value: torch.Tensor):
-        self.value, self.applied = value, False  # () fp32
+    value: torch.Tensor  # () fp32
+    checks: bool = False  # whether the backward may wait for the device once, to refuse another factor
 
 
 @ranged("cross_entropy")
@@ -38,17 +39,20 @@ def linear_cross_entropy(
     there are none, without logits that outlive it. `chunks` parts of the tokens have their logits one after
     another.
 
-    With gradient_scale, the gradients of the loss are multiplied by it, and the weight's is in
-    lm_head.weight_grad when this returns. So call backward() on the loss itself: a multiple of it has NaN for
-    its gradients.
+    With gradient_scale, the weight's gradient, multiplied by it, is in lm_head.weight_grad when this returns.
+    So this loss may be a term of a sum; but of a multiple of it all gradients are NaN, or `checks` refuses
+    it. Without gradient_scale a multiple is right, too, and takes 4 bytes more for each weight of the head.
     """
-    scale = None
-    if gradient_scale is not None:
-        scale, gradient_scale.applied = gradient_scale.value, True
     weight = lm_head.weight.to(x.dtype)
     x, targets = x.flatten(0, 1), targets.flatten()
     total, low, gradient = lm_head.weight_grad, lm_head.low_precision, torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(x, weight, targets, total, low, chunks, gradient, scale)
+    return LinearCrossEntropy.apply(x, weight, targets, total, low, chunks, gradient, gradient_scale)
+
+
+MULTIPLE = (
+    "the model's loss is a multiple of linear_cross_entropy(..., gradient_scale), which sums its weight "
+    "gradient before the factor is known; leave out the argument gradient_scale, and any multiple is right"
+)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -65,15 +69,26 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, total, low: Quantized | None, chunks: int, gradient: bool, scale):
+    def forward(
+        ctx,
+        x,
+        weight,
+        targets,
+        total,
+        low: Quantized | None,
+        chunks: int,
+        gradient: bool,
+        known: GradientScale | None,
+    ):
         counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
-        scale = None if scale is None else scale / counted
         exact = x.dtype != torch.float16 if low is None else low.kind.one_scale
-        ctx.in_place = total is not None and scale is not None and exact
+        if total is None or not exact:
+            known = None
+        scale = None if known is None else known.value / counted
         dweight = None
         if gradient:
-            dweight = total if ctx.in_place else torch.zeros_like(weight, dtype=torch.float32)
-        sums = dweight, scale if ctx.in_place else None
+            dweight = total if known is not None else torch.zeros_like(weight, dtype=torch.float32)
+        sums = dweight, scale
         pairs = zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
         if low is None:
             parts = [_loss(*pair, weight, *sums) for pair in pairs]
@@ -82,19 +97,25 @@ class LinearCrossEntropy(torch.autograd.Function):
         losses, dxs = zip(*parts, strict=True)
         if gradient:
             dx = torch.cat(dxs) if len(dxs) > 1 else dxs[0]
-            ctx.save_for_backward(dx, None if ctx.in_place else dweight, counted, scale)
-            ctx.total, ctx.dtype = total, weight.dtype
+            ctx.save_for_backward(dx, dweight if known is None else None, counted)
+            ctx.total, ctx.dtype, ctx.known = total, weight.dtype, known
         return sum(losses) / counted
 
     @staticmethod
     def backward(ctx, dloss):
-        dx, dweight, counted, scale = ctx.saved_tensors
-        # of a multiple of the loss, the sum that was made without the factor must not become an update
-        factor = dloss / counted if scale is None else torch.where(dloss == 1, scale, math.nan)
+        dx, dweight, counted = ctx.saved_tensors
+        factor = dloss / counted
+        if (
+            ctx.known is not None
+        ):  # of a multiple of the loss, the sum that was made without it must not be an update
+            is_known = dloss == ctx.known.value
+            if ctx.known.checks and not is_known:  # sync point
+                raise UserError(MULTIPLE)
+            factor = torch.where(is_known, factor, math.nan)
         dx = (dx.float() * factor).to(dx.dtype)  # not dx * factor, which would round factor to dx's dtype
         if ctx.total is None:
             return dx, (dweight * factor).to(ctx.dtype), None, None, None, None, None, None
-        if not ctx.in_place:
+        if dweight is not None:
             ctx.total.addcmul_(dweight, factor)
         return dx, None, None, None, None, None, None, None
 

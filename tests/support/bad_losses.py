@@ -2,8 +2,6 @@
 
 import math
 
-from ops.cross_entropy import GradientScale
-
 
 def changed(change):
     """A fault: the loss after `change`. A gradient that it multiplies becomes NaN (ops/cross_entropy.py)."""
@@ -14,9 +12,8 @@ def times(factor: float):
     """A fault: the loss and all of its gradients, `factor` times as large."""
 
     def grown(forward, ids, targets, gradient_scale):
-        loss = forward(ids, targets, GradientScale(gradient_scale.value * factor))
-        gradient_scale.applied = True
-        return loss + (factor - 1) * loss.detach()
+        loss = forward(ids, targets, gradient_scale._replace(value=gradient_scale.value * factor))
+        return factor * loss
 
     return grown
 

@@ -27,7 +27,8 @@ def main(path: str) -> None:
     commands = json.loads(Path(path).read_text())
     rank, _, size = launch_info()
     store = meet(rank) if size > 1 else None
-    world = init_world(load_run_config(commands[0], size), store)
+    first = [argument for argument in commands[0] if not argument.endswith("model.py")]
+    world = init_world(load_run_config(first, size), store)
     train.init_world = lambda config, store: world
     train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
     train.count_flops = once_a_model(train.count_flops)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from support.tensors import gradients, random
 
-from ops.cross_entropy import LinearCrossEntropy
+from common.errors import UserError
+from ops.cross_entropy import GradientScale, LinearCrossEntropy
 from ops.embedding import EmbeddingFunction
 from ops.linear import LinearFunction, add_weight_gradient
 from ops.swiglu import AMAX_COLUMNS, SwiGLU, pairs, swiglu, swiglu_backward, swiglu_with_amax
@@ -71,10 +72,10 @@ def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_
     expected = F.cross_entropy(F.linear(x, weight), targets)
     dx, dweight = gradients(3 * expected, x, weight)
     total = torch.zeros(V, C) if into_sum else None
-    scale = torch.tensor(3.0) if scale_is_known else None
+    scale = GradientScale(torch.tensor(3.0)) if scale_is_known else None
     loss = LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True, scale)
     torch.testing.assert_close(loss, expected)
-    (loss if scale_is_known else 3 * loss).backward()
+    (3 * loss).backward()
     torch.testing.assert_close(x.grad, dx)
     torch.testing.assert_close(total if into_sum else weight.grad, dweight)
 
@@ -82,9 +83,12 @@ def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_
 def test_a_multiple_of_a_loss_whose_gradient_scale_is_known_has_no_gradients_that_train():
     """The weight's gradient was summed without the factor, so nothing may be updated."""
     x, weight = random(N, C).requires_grad_(), random(V, C)
-    arguments = torch.arange(N) % V, torch.zeros(V, C), None, 1, True, torch.tensor(1.0)
-    (2 * LinearCrossEntropy.apply(x, weight, *arguments)).backward()
+    arguments = torch.arange(N) % V, torch.zeros(V, C), None, 1, True
+    (2 * LinearCrossEntropy.apply(x, weight, *arguments, GradientScale(torch.tensor(1.0)))).backward()
     assert x.grad.isnan().all()
+    with pytest.raises(UserError, match="leave out the argument gradient_scale"):
+        known = GradientScale(torch.tensor(1.0), checks=True)
+        (2 * LinearCrossEntropy.apply(x, weight, *arguments, known)).backward()
 
 
 @pytest.mark.parametrize("scale_is_known", [True, False])
@@ -95,8 +99,8 @@ def test_a_loss_scale_that_bf16_cannot_hold_scales_the_gradient_exactly(scale_is
     for scale in (1 / 32768, 1 / 45056):
         x = random(N, C, dtype=torch.bfloat16).requires_grad_()
         factor = torch.tensor(scale * N)
-        given = factor if scale_is_known else None
+        given = GradientScale(factor) if scale_is_known else None
         loss = LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True, given)
-        (loss if scale_is_known else loss * factor).backward()
+        (loss * factor).backward()
         norms.append(x.grad.double().norm().item())
     assert norms[1] / norms[0] == pytest.approx(32768 / 45056, rel=3e-4)

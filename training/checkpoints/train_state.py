@@ -79,11 +79,12 @@ class TrainState:
         """Weights and what the optimizer keeps of them, each with its place in the whole tensor."""
         parts: dict[Part, torch.Tensor] = {}
         for shard in self.strategy.shards:
-            kept, name = self.optimizer.state[shard.local], f"optimizer.{shard.name}"
+            kept, name = self.optimizer.state.get(shard.local, {}), f"optimizer.{shard.name}"
             held = {f"{WEIGHT}{shard.name}": shard.local.detach()}
             held |= {f"{name}.{moment}": tensor for moment, tensor in moments_of(kept).items()}
             parts |= {part_of(shard, name, tensor): tensor for name, tensor in held.items()}
-            parts[Part.of(f"{name}.step", kept["step"])] = kept["step"]
+            if shard.trains:
+                parts[Part.of(f"{name}.step", kept["step"])] = kept["step"]
         return parts
 
     def tensors(self) -> dict[str, torch.Tensor]:

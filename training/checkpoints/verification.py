@@ -154,6 +154,8 @@ def _check_tensors(saved: dict[str, Part], config: ModelConfig) -> None:
         raise ValueError(f"its model cannot be built ({error})") from None
     for name, weight in model.named_parameters():
         _check_tensor(f"model.{name}", saved, weight.shape)
+        if not weight.requires_grad:  # frozen
+            continue
         _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
         if f"optimizer.{name}.{MOMENTUM}" in saved:
             _check_tensor(f"optimizer.{name}.{MOMENTUM}", saved, weight.shape)

@@ -93,7 +93,7 @@ def replicated(state: TrainState) -> dict[str, torch.Tensor]:
             held[f"{shard.name} (working weights)"] = copies[shard.name]
         if shard.replicas > 1:
             held[shard.name] = shard.local.data
-            moments = moments_of(state.optimizer.state[shard.local])
+            moments = moments_of(state.optimizer.state.get(shard.local, {}))
             held |= {f"{shard.name}.{name}": tensor for name, tensor in moments.items()}
     return held
 

@@ -18,8 +18,9 @@ ONE_PASS, FUSED = "AdamW (one pass, Triton)", "AdamW (fused)"  # in the start-up
 def build_optimizer(
     shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None
 ) -> torch.optim.Optimizer | MuonAndAdamW:
-    """row_group: the strategy's."""
+    """row_group: the strategy's. Frozen parameters are left out."""
     roundings = make_roundings(shards, config)
+    shards = [shard for shard in shards if shard.trains]
     if config.optimizer == "adamw":
         return build_adamw(shards, config, roundings)
     muons = [shard for shard in shards if is_muons(shard.name, shard.parameter)]
@@ -30,7 +31,7 @@ def build_optimizer(
 def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
     """The record's startup_info.optimizer: tensors and parameters of the whole model, per group."""
     muon = config.optimizer == "muon"
-    weights = dict(model.named_parameters())
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     muons = {name: p for name, p in weights.items() if muon and is_muons(name, p)}
     rest = [p for name, p in weights.items() if name not in muons]
     groups: list[dict] = [

@@ -72,6 +72,7 @@ class EagerStep:
         self.low_precision = low_precision or LowPrecisionState()
         self.second_look = SecondLook(strategy, config)
         self.grad_clip = config.grad_clip
+        self.is_first = True  # micro-step of this process: a model's faults are looked for
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
         for group in optimizer.param_groups:
@@ -102,7 +103,7 @@ class EagerStep:
         grad_norm = norm / scale
         differing = self.second_look.ranks_that_differ() if second_look else None
         verdict, overflow = self.update_guard.judge(mean_loss, grad_norm, differing)
-        grad_sum = _gradient_sum(self.strategy.shards) / scale if with_gradient_sum else None
+        grad_sum = _gradient_sum(self.strategy.trained) / scale if with_gradient_sum else None
 
         # The update divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
         # and unscaling cost no pass of their own, and a bad update never reaches the weights.
@@ -145,13 +146,13 @@ class EagerStep:
         """The loss. Changes nothing but the sums of gradients, so that it may be repeated."""
         self.strategy.micro_step(last, repeats)
         self.low_precision.before_micro_step()
-        scale = GradientScale(gradient_scale)
+        checks, self.is_first = self.is_first, False
         with named_range(FORWARD):
-            loss = self.strategy.forward(x, y, scale)
+            loss = self.strategy.forward(x, y, GradientScale(gradient_scale, checks))
         if self.timer:
             self.timer.end_forward()
         with named_range(BACKWARD):
-            (loss if scale.applied else loss * scale.value).backward()
+            (loss * gradient_scale).backward()
         return loss.detach()
 
     def close(self) -> None:

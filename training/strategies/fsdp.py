@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from common.errors import UserError
 from model import Transformer
 from ops.quantized_linear import refresh_weights
 from training.configuration.dtypes import DTYPES
@@ -19,6 +20,7 @@ from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.fused_sums import FusedSums, fuses_gradient_sums, group_of
+from training.strategies.replicated import REST, part_of_model
 from training.strategies.strategy import Shard, norm
 
 
@@ -31,6 +33,7 @@ class Fsdp:
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+        _check_parameters(model)
         dtype = DTYPES[config.dtype]
         if config.fsdp_sharding == "hybrid":
             machines = world.size // world.local_size
@@ -59,9 +62,16 @@ class Fsdp:
         self.parts = world.size // self.replicas
         self.row_group = mesh.get_group(mesh.ndim - 1)
         self.shards = [
-            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=self._start(p))
+            Shard(
+                name,
+                p,
+                nn.Parameter(_sharded(p.detach()).to_local(), requires_grad=p.requires_grad),
+                self.replicas,
+                start=self._start(p),
+            )
             for name, p in model.named_parameters()
         ]
+        self.trained = [shard for shard in self.shards if shard.trains]
         # the FSDP units, each gathered as a whole: every block, the head, and the rest of the model
         # fully_shard adds this class to a module's own
         self.units = cast("list[FSDPModule]", [*model.blocks, *self.head, model])
@@ -69,6 +79,11 @@ class Fsdp:
         self.sums = FusedSums(model, self.units, policy) if fuses_gradient_sums(config) else None
         self.last = True  # micro-step of the iteration: its backward reduces the gradients
         self.under_way = False  # from the first micro-step until the gradients are cleared
+        # of each unit, its uses in this forward: whether the input has a gradient
+        self.uses: list[list[bool]] = []
+        for name, module in model.named_modules():
+            if module in self.units[:-1]:
+                self._send_after_last_use(name, module)
         if timer:
             self._measure_waits(timer)
 
@@ -78,6 +93,30 @@ class Fsdp:
         rows = -(-len(parameter) // self.parts)
         return self.world.rank % self.parts * rows * parameter.shape[1:].numel()
 
+    def _send_after_last_use(self, name: str, unit: FSDPModule) -> None:
+        """FSDP sends a unit's gradients after the backward of each use in the forward, and forgets the sums
+        that it sent. So if a block runs twice, the backward of its first use, which comes last, sends."""
+        uses: list[bool] = []
+        self.uses.append(uses)
+
+        def begin(module, inputs):  # after FSDP's own hook
+            if not torch.is_grad_enabled():
+                return
+            uses.append(inputs[0].requires_grad)
+            if len(uses) > 1 and not all(uses):
+                raise UserError(
+                    f"{name} runs twice in a forward, once on an input without a gradient, since all before "
+                    "it is frozen; FSDP cannot sum its gradients: use ZeRO-1 (use_zero1=True)"
+                )
+            if uses[-1]:
+                inputs[0].register_hook(end)
+
+        def end(gradient):
+            uses.pop()
+            unit.set_requires_gradient_sync(self.last and not uses, recurse=False)
+
+        cast("nn.Module", unit).register_forward_pre_hook(begin)
+
     def _measure_waits(self, timer: WorkTimer) -> None:
         """Puts hooks around FSDP's own hooks, which wait for the weights of other ranks."""
         for unit in cast("list[nn.Module]", self.units):
@@ -86,6 +125,8 @@ class Fsdp:
 
     def micro_step(self, last: bool, repeats: bool = False) -> None:
         self.under_way, self.last = True, last
+        for uses in self.uses:
+            uses.clear()
         model = self.units[-1]
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -94,21 +135,22 @@ class Fsdp:
     def gradient_sums(self) -> dict[str, torch.Tensor]:
         if self.last:
             mean = "mean over the ranks, so that another may be at fault"
-            return {f"{s.name}, {mean}": _sharded(s.parameter.grad).to_local() for s in self.shards}
+            return {f"{s.name}, {mean}": _local_gradient(s) for s in self.trained}
         if self.sums:
             return self.sums.views
         if not self.unsharded:
             own = {p.sharded_param: p for unit in self.units for p in group_of(unit).fsdp_params}
-            self.unsharded = {shard.name: own[shard.parameter] for shard in self.shards}
-        return {name: _own_sum(parameter) for name, parameter in self.unsharded.items()}
+            self.unsharded = {shard.name: own[shard.parameter] for shard in self.trained}
+        sums = {name: _own_sum(parameter) for name, parameter in self.unsharded.items()}
+        return {name: total for name, total in sums.items() if total is not None}
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         self.loss = loss
-        for shard in self.shards:
-            shard.local.grad = _sharded(shard.parameter.grad).to_local()
+        for shard in self.trained:
+            shard.local.grad = _local_gradient(shard)
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        squares = norm([shard.grad for shard in self.shards]).square()
+        squares = norm([shard.grad for shard in self.trained]).square()
         both = torch.stack([self.loss / self.world.size, squares / self.replicas])
         dist.all_reduce(both)
         loss, squares = both.unbind()
@@ -161,8 +203,34 @@ class Fsdp:
         return left or any(bool(bucket.flat.any()) for bucket in sums)  # sync point
 
 
+def _check_parameters(model: Transformer) -> None:
+    """Raises UserError for a parameter that FSDP cannot shard."""
+    parts: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            raise UserError(
+                f"{name} has the shape (), which FSDP cannot shard; give it the shape (1,), or use ZeRO-1 "
+                "(use_zero1=True)"
+            )
+        part = part_of_model(name)
+        if part == "head" and model.config.weight_tying:
+            part = REST  # one unit
+        other, its_part = parts.setdefault(parameter, (name, part))
+        if its_part != part:
+            raise UserError(
+                f"{name} and {other} are one parameter in two units of FSDP, which cannot share it; use "
+                "ZeRO-1 (use_zero1=True)"
+            )
+
+
+def _local_gradient(shard: Shard) -> torch.Tensor:
+    """Zeros, if the loss does not depend on the parameter."""
+    gradient = shard.parameter.grad
+    return torch.zeros_like(shard.local) if gradient is None else _sharded(gradient).to_local()
+
+
 def _own_sum(parameter) -> torch.Tensor:
-    """Where FSDP sums the gradient of one of its parameters over micro-steps."""
+    """Where FSDP sums the gradient of one of its parameters over micro-steps; None before there is one."""
     total = parameter.unsharded_accumulated_grad  # in reduce_dtype, if that is another one
     return parameter._unsharded_param.grad if total is None else total
 

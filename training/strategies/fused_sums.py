@@ -72,8 +72,9 @@ class FusedSums:
         for unit in units:
             group = group_of(unit)
             self.groups.append(group)
-            of_unit = {names[p.sharded_param]: p for p in group.fsdp_params}
-            bucket = Bucket({name: p.sharded_param for name, p in of_unit.items()}, world_size=1)
+            of_unit = {names[p.sharded_param]: p for p in group.fsdp_params if p.sharded_param.requires_grad}
+            sharded = {name: p.sharded_param for name, p in of_unit.items()}
+            bucket = Bucket(sharded, world_size=1, device=next(model.parameters()).device)
             self.buckets.append(bucket)
             for name, parameter in of_unit.items():
                 self.sums.append((parameter, bucket.views[name]))
@@ -81,7 +82,7 @@ class FusedSums:
             self.views |= bucket.views
         for module in model.modules():
             if isinstance(module, (Linear, Embedding)):
-                module.weight_grad = of_weight[module.weight]
+                module.weight_grad = of_weight.get(module.weight)
 
         model.register_forward_pre_hook(lambda module, inputs: self._attach())  # after FSDP's own hook
 

@@ -4,12 +4,15 @@ the optimizer holds. training/strategies/strategy.py says what each method is fo
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import math
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from common.text import shorten
 from model import Transformer
 from ops.embedding import Embedding
 from ops.linear import Linear
@@ -19,6 +22,8 @@ from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import Waits, World, start_together
 from training.strategies.strategy import Shard, norms
+
+log = logging.getLogger("nanomfu")
 
 LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
 REST = "rest"  # the part of the model outside of blocks and head, mainly the embeddings
@@ -34,9 +39,14 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], world_size: int, dtype: torch.dtype = torch.float32
+        self,
+        parameters: dict[str, nn.Parameter],
+        world_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ):
-        device = next(iter(parameters.values())).device
+        """device: None is that of the parameters, of which there may be none otherwise."""
+        device = device or next(iter(parameters.values())).device
         self.of_matrices = {n: padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
         self.of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
         elements, rest = self._sizes()
@@ -107,13 +117,20 @@ def part_of_model(name: str) -> str:
     return f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else REST
 
 
+def is_stored_in_compute_dtype(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is kept in the compute dtype for the forward: a matrix, which is read often, and
+    what belongs to a module of torch, which casts nothing. The project's norms and biases cast theirs."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return model.get_parameter(name).ndim >= 2 or type(owner).__module__.startswith("torch.")
+
+
 class Replicated:
     """Every rank holds all weights and all gradients: one process, or data parallelism (Li et al. 2020).
 
     The model computes with matrices in the compute dtype, copied from the optimizer's own once per iteration;
     vectors are cast where they are used. A bucket holds one block's gradients. During the last micro-step's
     backward, the buckets of several blocks are all-reduced together (in_messages), in parallel to the
-    backward of the blocks below.
+    backward of the blocks below, as soon as autograd is done with the last of their parameters.
     """
 
     parts = 1  # tensors that several ranks hold are whole
@@ -130,6 +147,9 @@ class Replicated:
             world.size > 1 and self.reduce_dtype != torch.float32
         )
         self.messages: list[list[Bucket]] = []  # those that are reduced together, during the backward
+        self.awaited: list[set[str]] = []  # of each message, the parameters whose gradient is not complete
+        self.next = 0  # the first message that is not sent yet: all ranks send them in one order
+        self.has_warned = False
         self.works: list[Waits] = []  # in progress
         self.sent: dict[Bucket, Bucket] = {}  # of this iteration: the sums, and what of them is reduced
         self.norms: list[torch.Tensor] = []  # of parts of the gradient, as they arrive
@@ -140,6 +160,7 @@ class Replicated:
         self.buckets = self._make_buckets(named)
         self.views = {name: view for bucket in self.buckets for name, view in bucket.views.items()}
         self.shards = [self._make_shard(name, parameter) for name, parameter in named.items()]
+        self.trained = [shard for shard in self.shards if shard.trains]
         self._connect_gradients()
         self.publish()
 
@@ -147,74 +168,89 @@ class Replicated:
 
     def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
         """One for each block and one for the head, whose reduction starts during the backward. The last one
-        has the rest."""
+        has the rest. Frozen parameters have no gradient."""
         groups: dict[str, dict[str, nn.Parameter]] = {REST: {}}
         for name, parameter in named.items():
-            groups.setdefault(part_of_model(name), {})[name] = parameter
-        rest = Bucket(groups.pop(REST), self.world.size, self.gradient_dtype)
-        buckets = {name: Bucket(p, self.world.size, self.gradient_dtype) for name, p in groups.items()}
+            if parameter.requires_grad:
+                groups.setdefault(part_of_model(name), {})[name] = parameter
+        settings = self.world.size, self.gradient_dtype, self.world.device
+        rest = Bucket(groups.pop(REST), *settings)
+        buckets = {name: Bucket(parameters, *settings) for name, parameters in groups.items()}
         if self.world.size > 1:
             for names in in_messages({name: buckets[name] for name in reversed(buckets)}):
                 self.messages.append([buckets[name] for name in names])
-                self._reduce_after_backward(self.module.get_submodule(names[-1]), self.messages[-1])
         return [*buckets.values(), rest]
-
-    def _reduce_after_backward(self, module: nn.Module, buckets: list[Bucket]) -> None:
-        """Reduces the buckets once the backward has left the module, that is, its input has a gradient."""
-
-        def start(gradient):
-            if self.last:
-                self._send(buckets)
-
-        def hook_input(module, inputs):
-            if torch.is_grad_enabled():
-                inputs[0].register_hook(start)
-
-        module.register_forward_pre_hook(hook_input)
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
         """Gives the optimizer a tensor of its own and leaves the parameter in the compute dtype. In fp32,
         both are one tensor."""
         own = parameter.data.to(self.param_dtype)
-        if parameter.ndim >= 2:
+        if is_stored_in_compute_dtype(self.module, name):
             parameter.data = own.to(self.dtype)
         working_copy = parameter.data if parameter.dtype != own.dtype else None
-        return Shard(name, parameter, nn.Parameter(own), self.world.size, working_copy)
+        local = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        return Shard(name, parameter, local, self.world.size, working_copy)
 
     def _connect_gradients(self) -> None:
-        """Makes the backward add each gradient in its bucket, and the optimizer find it there."""
-        of_parameter: dict[torch.Tensor, torch.Tensor] = {
-            s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards
-        }
-        for module in self.module.modules():
-            if isinstance(module, (Linear, Embedding)):
-                module.weight_grad = of_parameter[module.weight]
-        for shard in self.shards:
-            if not shard.is_matrix:
-                shard.parameter.grad = of_parameter[shard.parameter]
+        """Makes the backward add each gradient in its bucket, and the optimizer find it there. A Linear and
+        an Embedding add theirs themselves; whatever else uses a parameter, autograd has its gradient."""
+        of_parameter: dict[torch.Tensor, torch.Tensor] = {}
+        for shard in self.trained:
+            whole = self.views[shard.name]
+            of_parameter[shard.parameter] = whole[: len(shard.parameter)] if shard.is_matrix else whole
             if shard.local.is_cuda and shard.local.dtype == torch.float32:
                 shard.local.grad_dtype = None  # any: ops/triton_kernels/adamw.py reads all
+        for module in self.module.modules():
+            if isinstance(module, (Linear, Embedding)):
+                module.weight_grad = of_parameter.get(module.weight)
+        message_of = {name: i for i, m in enumerate(self.messages) for bucket in m for name in bucket.views}
+        for shard in self.trained:
+            total = of_parameter[shard.parameter]
+            hook = functools.partial(self._after_gradient, total, shard.name, message_of.get(shard.name))
+            if shard.parameter.dtype == total.dtype:
+                shard.parameter.grad = total  # autograd adds in place
+            if shard.parameter.grad is None or shard.name in message_of:
+                shard.parameter.register_post_accumulate_grad_hook(hook)
         if not self.converts:
             self._give_gradients_to_optimizer()
+
+    def _after_gradient(
+        self, total: torch.Tensor, name: str, message: int | None, parameter: torch.Tensor
+    ) -> None:
+        """Autograd calls this once in each backward, when all that used the parameter in the forward, however
+        often, has had its backward. If the message that waits for it is complete, it is sent."""
+        if parameter.grad is not None and parameter.grad is not total:  # of another dtype
+            total.add_(parameter.grad)
+            parameter.grad = None
+        if self.last and message is not None:
+            self.awaited[message].discard(name)
+            while self.next < len(self.messages) and not self.awaited[self.next]:
+                self._send_next()
 
     def _give_gradients_to_optimizer(self) -> None:
         """The views themselves, or copies in the dtype that the weight's gradient must have."""
         views = {name: view for bucket in self.buckets for name, view in self._reduced(bucket).views.items()}
-        for shard in self.shards:
+        for shard in self.trained:
             gradient = self._mine(shard, views[shard.name])
             shard.local.grad = gradient.to(shard.local.grad_dtype or gradient.dtype)
 
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """The part for shard.local of a tensor with the parameter's shape, which may be padded."""
-        return whole[: len(shard.local)]
+        return whole[: len(shard.local)] if shard.is_matrix else whole
 
     # --- the methods of the protocol ---
 
     def micro_step(self, last: bool, repeats: bool = False) -> None:
         self.last = last and not repeats and self.world.size > 1
+        if self.last:
+            self.awaited = [{name for b in message for name in b.views} for message in self.messages]
 
     def gradient_sums(self) -> dict[str, torch.Tensor]:
         return self.views
+
+    def _send_next(self) -> None:
+        self._send(self.messages[self.next])
+        self.next += 1
 
     def _send(self, buckets: list[Bucket]) -> None:
         """Starts to make the mean over the ranks, in reduce_dtype."""
@@ -241,10 +277,11 @@ class Replicated:
         *others, last = self.buckets
         self.loss = loss
         last.loss.copy_(loss)
-        for message in self.messages:
-            if message[0] not in self.sent:  # the only micro-step has run twice
-                self._send(message)
-        during = len(self.works)  # sent during the backward
+        if self.last and self.next < len(self.messages):
+            self._warn_of_unused()
+        while self.next < len(self.messages):  # also if the only micro-step has run twice
+            self._send_next()
+        during = len(self.works)
         if self.world.size > 1:
             self._send([last])
         self._receive(during)
@@ -253,6 +290,15 @@ class Replicated:
         self.norms += self._norms_of([last])
         if self.converts:
             self._give_gradients_to_optimizer()
+
+    def _warn_of_unused(self) -> None:
+        if not self.has_warned and self.world.is_main:
+            names = shorten(", ".join(sorted(self.awaited[self.next])), 200)
+            log.warning(
+                f"The loss does not depend on {names}. So gradients are sent after the backward, not during "
+                "it, which is slower: remove what the model does not use, or freeze it (requires_grad=False)"
+            )
+        self.has_warned = True
 
     def _receive(self, count: int) -> None:
         """Waits for the oldest of what is in progress. On a GPU, the stream waits and not the host."""
@@ -289,8 +335,9 @@ class Replicated:
         for tensor in (tensor for bucket in self.buckets for tensor in bucket.tensors):
             tensor.zero_()
         self.sent.clear()
+        self.next = 0
         if self.converts:  # their memory is the next forward's
-            for shard in self.shards:
+            for shard in self.trained:
                 shard.local.grad = None
 
     def working_copies(self) -> dict[str, torch.Tensor]:

@@ -35,6 +35,11 @@ class Shard:
         return self.parameter.ndim >= 2
 
     @property
+    def trains(self) -> bool:
+        """Not if somebody has frozen it, by requires_grad=False: then it has no gradient and no update."""
+        return self.parameter.requires_grad
+
+    @property
     def grad(self) -> torch.Tensor:
         """The gradient of `local`, once reduce_gradients() has put it there."""
         assert self.local.grad is not None, self.name
@@ -47,6 +52,7 @@ class Strategy(Protocol):
     module: Transformer
     world: World
     shards: list[Shard]  # for each parameter, in the model's order, what this rank's optimizer updates
+    trained: list[Shard]  # those of them that are not frozen
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
 
     @property
@@ -55,8 +61,8 @@ class Strategy(Protocol):
 
     @property
     def forward(self) -> Callable[[torch.Tensor, torch.Tensor, GradientScale], torch.Tensor]:
-        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph. Its gradients
-        are multiplied by gradient_scale, if that is `applied` afterwards (ops/cross_entropy.py)."""
+        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph.
+        gradient_scale: what the caller multiplies the loss by (ops/cross_entropy.py)."""
 
     def micro_step(self, last: bool, repeats: bool = False) -> None:
         """Before a micro-step's forward. Gradients are communicated during the last one's backward. repeats:

@@ -42,7 +42,8 @@ class Zero1(Replicated):
         parameter.data = self.padded[name][: len(whole)]
         copy = self.padded[name][self._span(whole)][: len(own)]
         start = self._span(whole).start * whole.shape[1:].numel()
-        return Shard(name, parameter, nn.Parameter(own), working_copy=copy, start=start)
+        local = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        return Shard(name, parameter, local, working_copy=copy, start=start)
 
     def _span(self, matrix: torch.Tensor) -> slice:
         """This rank's rows of a matrix; the last ranks may have fewer, as with FSDP."""
@@ -72,7 +73,7 @@ class Zero1(Replicated):
         both = torch.stack([self.loss / self.world.size, squares])
         dist.all_reduce(both)
         loss, squares = both.unbind()
-        vectors = [shard.grad for shard in self.shards if not shard.is_matrix]
+        vectors = [shard.grad for shard in self.trained if not shard.is_matrix]
         return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
 
     @torch.no_grad()
