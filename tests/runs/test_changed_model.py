@@ -226,6 +226,23 @@ def test_fsdp_refuses_by_name_what_it_cannot_shard(edits, named):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda model: model.register_buffer("average", torch.zeros(4)),
+            "buffers average would have no value",
+        ),
+        (lambda model: model.requires_grad_(False), "every parameter of the model is frozen"),
+    ],
+)
+def test_a_model_that_no_strategy_can_train_is_refused(change, named):
+    model = model_of(edited([]))
+    change(model)
+    with pytest.raises(UserError, match=named):
+        parallelize(model, TrainConfig(**TINY), World(0, 0, 1, torch.device("cpu")))
+
+
 def test_each_change_in_contributing_changes_the_loss(dataset, tmp_path):
     """Or the tests above would pass without it."""
     x = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.errors import UserError
 from model import Transformer
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import shards_optimizer
@@ -27,7 +28,16 @@ def parallelize(
     model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None
 ) -> Strategy:
     """Wraps the initialized, compiled model in its strategy. `timer` measures how long the forward waits for
-    other ranks. All ranks."""
+    other ranks. All ranks. Raises UserError for what a user's model has and no strategy can train."""
+    saved = dict(model.named_parameters(remove_duplicate=False))
+    if buffers := [name for name in model.state_dict() if name not in saved]:
+        raise UserError(
+            f"the model's buffers {', '.join(buffers)} would have no value, and are in no checkpoint: "
+            "register them with persistent=False and compute them in init_weights(), as model.py does with "
+            "rotary_cos, or make them parameters"
+        )
+    if not any(parameter.requires_grad for parameter in saved.values()):
+        raise UserError("every parameter of the model is frozen (requires_grad=False); leave one to train")
     return STRATEGIES[strategy_name(config, world.size)](model, config, world, timer)
 
 
