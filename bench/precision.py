@@ -24,7 +24,7 @@ import torch
 
 from bench import plan
 from bench.claim import claim
-from bench.precision_rows import CONFIG, ROW_KEYS, ROWS
+from bench.precision_rows import CONFIG, REPEATED, REPEATS, ROW_KEYS, ROWS
 from bench.precision_table import Run, document_lines, row_figures
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.results import combine
@@ -45,6 +45,7 @@ EVAL_TOKENS = 2**21  # at most, of each split
 TEXT = "quickstart"  # the dataset of the loss, if none is named
 STUDIED = "config/cpt_qwen3_1.7b_4096.py"  # the study's training
 SPEED_KEYS: dict[str, object] = {"doc_masking": True, "packing": "stream", "dtype": "bfloat16"}
+SPEED_KEYS |= {"batch_size": 8, "gradient_accumulation_steps": 4}
 # tests/gpu/test_precision.py has the same model: a Qwen3 that learns from scratch in 300 iterations
 SMALL: dict[str, object] = {"n_layer": 8, "n_head": 8, "num_key_value_heads": 4, "n_embd": 768, "d_ff": 2048}
 SMALL |= {"block_size": 512, "batch_size": 8, "gradient_accumulation_steps": 2}
@@ -104,7 +105,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def row_names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in ROWS]:
-        raise argparse.ArgumentTypeError(f"there is no row {unknown[0]!r}; rows: {', '.join(ROWS)}")
+        why = REPEATS if unknown[0] in REPEATED else f"there is no row {unknown[0]!r}"
+        raise argparse.ArgumentTypeError(f"{why}; rows: {', '.join(ROWS)}")
     return names
 
 

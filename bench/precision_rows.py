@@ -1,9 +1,9 @@
 """The rows of the precision matrix: those of the published study, what it printed for them, and more rows.
 
 The study continued the training of Qwen3-1.7B-Base on one B200 in 20 variants
-(https://github.com/Scicom-AI-Enterprise-Organization/small-malaysian-lm, README of commit a0af01f). 15 to 20
-repeat 9 to 14: "norm layers converted" swaps one kernel of RMSNorm for another, in bf16. Its MFU leaves the
-logits out where the embeddings are tied; docs/low_precision.md says what else its table does not show.
+(https://github.com/Scicom-AI-Enterprise-Organization/small-malaysian-lm, README of commit a0af01f). Its MFU
+leaves the logits out where the embeddings are tied; docs/low_precision.md says what else its table does not
+show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ROOT
 
-CONFIG = "config/qwen3_1.7b.py"  # the study's model and batch
+CONFIG = "config/qwen3_1.7b.py"  # the study's model
 LAYERS, HEAD = "layers", "layers_and_head"
 
 
@@ -24,6 +24,7 @@ class Published(NamedTuple):
     mfu_percent: float
     tokens_per_sec: float
     loss: float  # of training, not held out
+    memory_percent: float  # of the B200's, as W&B saw it: with what the allocator keeps, not a peak
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,27 @@ def studied(number: int, param_dtype: str, recipe: str, scope: str, *published: 
 
 
 STUDY = (
-    studied(1, "float32", "none", LAYERS, 36.01, 71851.17, 1.3667),
-    studied(2, "bfloat16", "none", LAYERS, 38.28, 76380.13, 1.8192),
-    studied(3, "float32", "fp8_delayed", LAYERS, 39.68, 79174.49, 1.3801),
-    studied(4, "bfloat16", "fp8_delayed", LAYERS, 47.80, 95387.86, 1.7431),
-    studied(5, "float32", "mxfp8", LAYERS, 38.12, 76064.93, 1.3782),
-    studied(6, "bfloat16", "mxfp8", LAYERS, 45.70, 91203.36, 1.7405),
-    studied(7, "float32", "nvfp4", LAYERS, 38.46, 76740.59, 1.4768),
-    studied(8, "bfloat16", "nvfp4", LAYERS, 46.04, 91883.08, 1.8853),
-    studied(9, "float32", "fp8_delayed", HEAD, 45.26, 77487.93, 1.4105),
-    studied(10, "bfloat16", "fp8_delayed", HEAD, 52.65, 90138.03, 1.7542),
-    studied(11, "float32", "mxfp8", HEAD, 41.53, 71109.20, 1.4017),
-    studied(12, "bfloat16", "mxfp8", HEAD, 49.12, 84073.86, 1.7525),
-    studied(13, "float32", "nvfp4", HEAD, 43.99, 75308.72, 1.8067),
-    studied(14, "bfloat16", "nvfp4", HEAD, 51.46, 88110.51, 2.0097),
+    studied(1, "float32", "none", LAYERS, 36.01, 71851.17, 1.3667, 67.91),
+    studied(2, "bfloat16", "none", LAYERS, 38.28, 76380.13, 1.8192, 53.66),
+    studied(3, "float32", "fp8_delayed", LAYERS, 39.68, 79174.49, 1.3801, 69.02),
+    studied(4, "bfloat16", "fp8_delayed", LAYERS, 47.80, 95387.86, 1.7431, 56.14),
+    studied(5, "float32", "mxfp8", LAYERS, 38.12, 76064.93, 1.3782, 67.66),
+    studied(6, "bfloat16", "mxfp8", LAYERS, 45.70, 91203.36, 1.7405, 58.79),
+    studied(7, "float32", "nvfp4", LAYERS, 38.46, 76740.59, 1.4768, 62.53),
+    studied(8, "bfloat16", "nvfp4", LAYERS, 46.04, 91883.08, 1.8853, 52.44),
+    studied(9, "float32", "fp8_delayed", HEAD, 45.26, 77487.93, 1.4105, 70.88),
+    studied(10, "bfloat16", "fp8_delayed", HEAD, 52.65, 90138.03, 1.7542, 60.28),
+    studied(11, "float32", "mxfp8", HEAD, 41.53, 71109.20, 1.4017, 67.66),
+    studied(12, "bfloat16", "mxfp8", HEAD, 49.12, 84073.86, 1.7525, 58.79),
+    studied(13, "float32", "nvfp4", HEAD, 43.99, 75308.72, 1.8067, 66.1),
+    studied(14, "bfloat16", "nvfp4", HEAD, 51.46, 88110.51, 2.0097, 55.55),
 )
 
+REPEATED = tuple(str(number) for number in range(15, 21))
+REPEATS = (
+    "rows 15 to 20 of the study repeat 9 to 14: what it calls converted norm layers is another kernel of "
+    "RMSNorm, in bf16"
+)
 
 FURTHER = (
     Row("21", "float32", "fp8_tensorwise"),

@@ -21,14 +21,15 @@ COLUMNS |= {
     "reserved": ".1f",
     "held-out loss": ".4f",
 }
-COLUMNS |= {"from row 1 %": "+.2f", "study's MFU %": ".2f", "corrected %": ".1f", "its causal %": ".1f"}
-COLUMNS |= {"study's loss": ".4f", "note": ""}
+COLUMNS |= {"from row 1 %": "+.2f", "study's tokens/s": ",.0f", "study's MFU %": ".2f", "corrected %": ".1f"}
+COLUMNS |= {"its causal %": ".1f", "study's memory %": ".2f", "study's loss": ".4f", "note": ""}
 TEXT_COLUMNS = [name for name, form in COLUMNS.items() if not form and name != "row"]
 LEGEND = (
     "MFU: v3, of the bf16 peak in every row, with the full matrix of scores; causal: its causal half,\n"
     "inside documents where they are masked; of fp8: of the fp8 peak, native fp8 alone; loss: mean and\n"
-    "standard deviation over seeds; from row 1: of the same seed. The study's four columns are of one\n"
-    "B200: MFU and loss as printed, and its tokens/s counted as here (docs/low_precision.md)."
+    "standard deviation over seeds; from row 1: of the same seed. The study's columns are of one B200: as\n"
+    "printed, and corrected, its tokens/s counted as here (docs/low_precision.md); memory: what W&B saw,\n"
+    "with the allocator's cache, no peak."
 )
 
 
@@ -71,7 +72,9 @@ def figures(row: Row, runs: list[Run], losses: dict[str, dict[str, float]]) -> d
         "reserved": speed.get("max_reserved_gb"),
         "held-out loss": mean_and_deviation(list(own.values())),
         "from row 1 %": mean_and_deviation(above_baseline(row, losses)),
+        "study's tokens/s": row.published and row.published.tokens_per_sec,
         "study's MFU %": row.published and row.published.mfu_percent,
+        "study's memory %": row.published and row.published.memory_percent,
         "study's loss": row.published and row.published.loss,
         "losses": own,
     }

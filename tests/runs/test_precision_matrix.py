@@ -14,6 +14,7 @@ from support.helpers import ROOT, TINY, make_dataset
 
 from bench import precision, process, runner
 from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
+from bench.precision_table import COLUMNS, row_figures
 from bench.process import end_with_status
 from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
 from mfu_versions import model_builder_v3 as v3
@@ -103,6 +104,10 @@ def test_the_published_speed_counted_by_one_formula(line):
 def test_the_studys_14_distinct_rows_and_both_kinds_of_rounding():
     assert [row.name for row in STUDY] == [str(number) for number in range(1, 15)]
     assert len({str((row.param_dtype, row.keys(28))) for row in STUDY}) == 14
+    figures = {row["row"]: row for row in row_figures([])}
+    assert figures["9"]["study's tokens/s"] == 77_487.93 and figures["9"]["study's memory %"] == 70.88
+    assert figures["21"]["study's tokens/s"] is figures["21"]["study's memory %"] is None
+    assert {"study's tokens/s", "study's memory %"} < COLUMNS.keys()
     for row in STUDY:
         twin = ROWS.get(f"{row.name}s")
         assert (twin is not None) == (row.param_dtype == "bfloat16")
@@ -280,6 +285,8 @@ def test_loss_from_hugging_faces_weights_takes_the_studys_settings(tmp_path, tok
     ("flags", "message"),
     [
         (["--rows=1,99"], "there is no row '99'"),
+        (["--rows=15"], "rows 15 to 20 of the study repeat 9 to 14"),
+        (["--rows=1,20"], "rows 15 to 20 of the study repeat 9 to 14"),
         (["--seeds=one"], "'one' is not a whole number"),
         (["--phase=both"], "invalid choice"),
         (["--low_precision=nvfp4"], "low_precision is the benchmark's to set; use --rows"),
