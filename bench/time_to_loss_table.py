@@ -20,17 +20,13 @@ from common.text import aligned
 from common.time_to_loss import Progress, Reached
 
 BASELINE = "adamw"  # its mean final loss is the target
-STEPS = {"muon": 3250, "adamw": 4875}  # to 3.28 on FineWeb, in modded-nanogpt's track of optimizers
-STEP_TOKENS = 524_288  # of one of them
-COMPUTED = "3.28 on FineWeb, min (computed)"
 # {column: format of its numbers, '' for text}
 COLUMNS = {"variant": "", "learning rate": "g", "final loss": ".4f", "iterations": ".0f", "M tokens": ".2f"}
 COLUMNS |= {"training s": ".1f", "GPU-hours": ".4f", "of AdamW's tokens": ".3f", "of its time": ".3f"}
-COLUMNS |= {"tokens/s": ",.0f", "optimizer ms": ".2f", COMPUTED: ".1f", "note": ""}
+COLUMNS |= {"tokens/s": ",.0f", "optimizer ms": ".2f", "note": ""}
 LEGEND = (
     "Target: AdamW's mean final held-out loss in bf16; AdamW's own row is its whole run. Seconds: of\n"
-    "iterations alone. Means and standard deviations over seeds. Computed, no run did this: from tokens/s\n"
-    "here and modded-nanogpt's 3,250 steps (AdamW: 4,875) of 524,288 tokens to a held-out loss of 3.28."
+    "iterations alone. Means and standard deviations over seeds."
 )
 ABOUT = (
     "- Target: {:.4f}. A run has {:.1f} M tokens of {data} in {:,.0f} iterations, {ratio:.2f} for each "
@@ -84,7 +80,7 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
     for name, done in finished.items():
         own = [run for run in runs if run.variant == name]
         row: dict[str, Any] = {**dict.fromkeys(COLUMNS), "variant": name, "target": target if whole else None}
-        row |= of_whole_runs(name, done) | {"learning rate": own[0].rate if own else None}
+        row |= of_whole_runs(done) | {"learning rate": own[0].rate if own else None}
         found = {run.seed: run.progress.reached(target) for run in done if whole}
         row["never"] = [seed for seed, at in found.items() if at is None]
         # AdamW's own seeds lie around their mean: what it needs is its whole run
@@ -105,18 +101,16 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def of_whole_runs(name: str, done: list[Run]) -> dict[str, Any]:
+def of_whole_runs(done: list[Run]) -> dict[str, Any]:
     """What the runs of a variant have, whether they reached the target or not."""
     rates = [run.entry.result["tokens_per_sec"]["median"] for run in done if run.entry.result]
     rows = [row for run in done for row in run.record["training_iterations"][1:]]
     milliseconds = [row["optimizer_ms"] for row in rows if row.get("optimizer_ms") is not None]
-    steps = STEPS[name.removesuffix("-fp8")]
     return {
         "losses": {str(run.seed): run.loss for run in done},
         "final loss": mean_and_deviation([run.loss or 0 for run in done]),
         "tokens/s": mean_and_deviation(rates),
         "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
-        COMPUTED: steps * STEP_TOKENS / statistics.mean(rates) / 60 if rates else None,
     }
 
 
