@@ -6,7 +6,7 @@
 It climbs from a careful setting to the fastest one (docs/tuning.md says how) and prints each trial as it
 ends. A trial is a short train.py in a fresh process. The tokens per iteration stay those of the config. The
 result is config/tuned_NAME.py. Any --key=value of train.py goes to all trials and into the result, and stays:
-what it sets is not searched. Ctrl-C stops the search, and the result is the best so far.
+what it sets is not searched. Without the repeats at the end, as after Ctrl-C, no config is written.
 """
 
 from __future__ import annotations
@@ -66,10 +66,13 @@ def main(argv: list[str]) -> int:
     ladder = Ladder(settings, measure, lambda step: print(line(step, settings), flush=True))
     ladder.climb()
     command = shlex.join(["python", "-m", "tools.tune", *argv])
-    write_bytes(result, config_text(ladder, command, read_settings(arguments).values).encode())
-    print(f"{summary(ladder)}\nWritten to {from_root(result)}", flush=True)
+    print(summary(ladder), flush=True)
     if ladder.interrupted:
-        raise KeyboardInterrupt("the result is the best so far")
+        raise KeyboardInterrupt("no config was written: the repeats are missing that show a real gain")
+    if not ladder.finished:
+        raise UserError("no config was written: the time ended before the repeats that show a real gain")
+    write_bytes(result, config_text(ladder, command, read_settings(arguments).values).encode())
+    print(f"Written to {from_root(result)}", flush=True)
     return 0
 
 

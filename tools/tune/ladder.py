@@ -77,7 +77,7 @@ class Ladder:
             self._begin()
             self._climb_batch()
             self._try_strategies()
-            if "use_cuda_graphs" not in self.settings.fixed:
+            if "use_cuda_graphs" not in self.settings.fixed and self.settings.base.device == "cuda":
                 self._try(GRAPHS, self.best["batch_size"], {"use_cuda_graphs": True})
             if "ffn_backend" not in self.settings.fixed and self.settings.has_quack:
                 self._try(QUACK_RUNG, self.best["batch_size"], {"ffn_backend": QUACK}, EXTRA_GAIN)
