@@ -16,8 +16,11 @@ from tools.plan.law import HOFFMANN, Law
 from tools.plan.search import plans_of
 from tools.plan.shapes import FAMILIES, shape_for, shape_of, shapes_of
 from training.configuration.files_and_flags import load_config
+from training.memory.gpus import CARDS, card_memory
+from training.memory.micro_batch import choose
 
 BUDGET = 1.36e21
+JOIN = "--rdzv_id=plan --rdzv_backend=c10d --rdzv_endpoint=node0:29500"
 SMALL = ("qwen3", 4096, 128)  # a family with the vocabulary of quickstart: quick to build
 SMALL_FLAGS = ["--arch=qwen3", "--vocab_size=4096", "--block_size=128"]
 
@@ -95,7 +98,42 @@ def test_the_command_prints_the_plan_of_a_config(capsys):
 def test_hours_of_a_machine_are_the_flops_of_its_gpus_at_this_mfu(capsys):
     text = printed(capsys, "--gpus=8xH200", "--hours=72", "--mfu=0.61", *SMALL_FLAGS)
     assert f"budget: {72 * 3600 * 8 * 989.4e12 * 0.61:.5g} training FLOPs" in text
-    assert "time: 72 hours, 576 GPU-hours" in text
+    assert "time: 72 hours, 576 GPU-hours" in text and "cost:" not in text
+    text = printed(capsys, "--gpus=8xH200", "--hours=72", "--mfu=0.61", "--price=2.5", *SMALL_FLAGS)
+    assert "cost: 1,440.00 at 2.50 for a GPU-hour\n" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launcher"),
+    [
+        (1, "python"),
+        (3, "torchrun --standalone --nproc_per_node=3"),
+        (8, "torchrun --standalone --nproc_per_node=8"),
+        (
+            16,
+            f"torchrun --nnodes=2 --nproc_per_node=8 {JOIN}",
+        ),
+    ],
+)
+def test_the_printed_command_trains_on_the_gpus_of_the_plan(capsys, gpus, launcher, monkeypatch):
+    text = printed(capsys, f"--gpus={gpus}xH200", "--hours=2", "--mfu=0.5", *SMALL_FLAGS)
+    command = text.splitlines()[-1]
+    assert command.startswith(f"{launcher} train.py config/full_qwen3_1.8b_optimal.py ")
+    monkeypatch.chdir(ROOT)
+    config = load_config([*shlex.split(command.partition(" train.py ")[2]), "--dry_run=True"], gpus)
+    assert choose(config, gpus, card_memory(CARDS["H200"]))[1].fits
+
+
+def test_a_plan_says_how_often_it_reads_the_dataset_of_its_config(capsys):
+    text = printed(capsys, *SMALL_FLAGS, "--size=1e7", "--tokens=92e9")
+    assert (
+        "92 B tokens are 15 epochs of slimpajama_6b_qwen3, 6 B by its name; the law counts different" in text
+    )
+    config = f"--config={ROOT / 'config' / 'full_llama3_1.5b_optimal.py'}"
+    assert "3 B tokens are 0.5 epochs of slimpajama_6b_llama3, 6 B by its name\n" in printed(
+        capsys, config, "--tokens=3e9"
+    )
+    assert "epochs" not in printed(capsys, f"--config={ROOT / 'config' / 'quickstart.py'}", "--tokens=1e6")
 
 
 def test_a_plan_beyond_the_law_and_beyond_the_family_says_so(capsys):
@@ -164,6 +202,7 @@ def test_the_script_on_the_page_finds_the_law_behind_nine_runs(capsys, tmp_path,
         (["--gpus=8xH200", "--hours=1", "--mfu=61"], "61 is not between 0.001 and 1"),
         (["--gpus=8xH200", "--hours=1"], "both or neither of --gpus and --mfu"),
         (["--hours=1"], "of which machine"),
+        (["--flops=1e20", "--price=2"], "--price of which machine"),
         (["--flops=1e21", "--hours=1"], "not allowed with argument --flops"),
         (["--tokens=1e9"], "of which model"),
         (["--size=1e9", "--tokens=1e9"], "needs one family"),

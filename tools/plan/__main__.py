@@ -1,7 +1,7 @@
 """Says what a budget buys: the compute-optimal model and tokens, the predicted loss, the hours.
 
     python -m tools.plan --flops=1.36e21
-    python -m tools.plan --gpus=8xH200 --hours=72 --mfu=0.61 --arch=qwen3
+    python -m tools.plan --gpus=8xH200 --hours=72 --mfu=0.61 --arch=qwen3 --price=2.5
     python -m tools.plan --config=config/full_llama3_1.5b_optimal.py --tokens=101.909e9
     python -m tools.plan --arch=llama3 --size=1e9 --tokens=20e9
 
@@ -24,6 +24,7 @@ from tools.plan.law import HOFFMANN, Law
 from tools.plan.search import plan, plan_flops, plans_of
 from tools.plan.shapes import BLOCK_SIZE, FAMILIES, Shape, shape_for, shape_of, shapes_of
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import ROOT
 from training.hardware.peaks import table_peak
 from training.memory.gpus import find_card
 
@@ -52,15 +53,18 @@ def main(argv: list[str]) -> None:
     if gpus:
         hours = flops / flops_per_hour
         print(f"machine: {machine}\ntime: {hours:,.4g} hours, {gpus * hours:,.4g} GPU-hours")
+    if options.price is not None:
+        print(f"cost: {options.price * gpus * hours:,.2f} at {options.price:,.2f} for a GPU-hour")
     arches, model = ([shape.model.arch], shape.model) if shape else (options.arch, options)
     every = [shapes_of(arch, model.vocab_size, model.block_size) for arch in arches if arch in FAMILIES]
     families = [plans_of(law, shapes, flops) for shapes in every]
     if families:
         print("", TITLE, report.table(families), sep="\n")
     plans = plans or [family[0] for family in families]
-    print("", *report.notes(law, plans, families), sep="\n")
+    epochs = report.epochs(plans[0].tokens, dataset_of(options)) if len(plans) == 1 else []
+    print("", *report.notes(law, plans, families), *epochs, sep="\n")
     if len(plans) == 1 and not options.config:
-        print("", "To train this model:", report.command(plans[0]), sep="\n")
+        print("", "To train this model:", report.command(plans[0], max(gpus, 1)), sep="\n")
 
 
 def named_shape(options: argparse.Namespace) -> Shape | None:
@@ -73,6 +77,12 @@ def named_shape(options: argparse.Namespace) -> Shape | None:
     if config.init_weights:
         raise UserError(f"{options.config} begins with trained weights; the law is of training from scratch")
     return shape_of(config.model_config())
+
+
+def dataset_of(options: argparse.Namespace) -> str:
+    """The dataset on which the printed command, or --config, trains."""
+    shipped = ROOT / "config" / FAMILIES[options.arch[0]].shipped
+    return load_config([str(options.config or shipped)]).dataset
 
 
 def read_machine(options: argparse.Namespace) -> tuple[int, float, str]:
@@ -110,6 +120,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     model.add_argument("--size", type=AMOUNT, help="parameters of a model of the family --arch")
     parser.add_argument("--gpus", help="the machine, as in 8xH200")
     parser.add_argument("--mfu", type=real_number(0.001, 1), help="the share of its peak, as in 0.61")
+    parser.add_argument("--price", type=real_number(0, 1e9), help="of a GPU for an hour, as in 2.50")
     parser.add_argument("--arch", choices=FAMILIES, help="the family of shapes (default: all)")
     parser.add_argument("--vocab_size", type=whole_number(1, MOST["vocab_size"]), help="(the family's)")
     parser.add_argument("--block_size", type=whole_number(1, MOST["block_size"]), help=f"({BLOCK_SIZE})")
@@ -124,6 +135,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--hours of which machine? state --gpus, as in --gpus=8xH200": options.hours and not options.gpus,
         "state both or neither of --gpus and --mfu, as in --gpus=8xH200 --mfu=0.61": bool(options.gpus)
         != bool(options.mfu),
+        "--price of which machine? state --gpus and --mfu, as in --gpus=8xH200 --mfu=0.61": options.price
+        is not None
+        and not options.gpus,
         f"--size needs one family: --arch={' or '.join(FAMILIES)}": options.size and not options.arch,
         "--config states the model: leave out --arch, --vocab_size and --block_size": options.config
         and stated,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from common.text import aligned
 from model_config import config_key
@@ -15,6 +16,7 @@ SHAPE = "layers-heads-width-ff, KV heads"
 ITERATIONS = 2000  # at least, where a batch of SEQUENCES allows it
 SHAPE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "vocab_size", "block_size")
 SEQUENCES = (8, 256)  # of an iteration: least and most
+GPUS_OF_A_MACHINE = 8  # at most
 
 
 def model_lines(plan: Plan) -> list[str]:
@@ -66,11 +68,22 @@ def notes(law: Law, plans: list[Plan], families: list[list[Plan]]) -> list[str]:
     return [f"note: {line}" for line in dict.fromkeys(found) if line]
 
 
-def command(plan: Plan) -> str:
-    """What trains a model of a family, with the rates of its shipped configuration."""
+def epochs(tokens: float, dataset: str) -> list[str]:
+    """How often a plan reads the dataset, if its name says how many tokens it has."""
+    size = re.search(r"_(\d+)b(_|$)", dataset)
+    if not size:
+        return []
+    times = tokens / (int(size[1]) * 1e9)
+    said = f"note: {short(tokens)} tokens are {times:.2g} epochs of {dataset}, {size[1]} B by its name"
+    return [said + "; the law counts different tokens: take more data (--dataset)" * (times > 1)]
+
+
+def command(plan: Plan, gpus: int) -> str:
+    """What trains a model of a family on so many GPUs, with the rates of its shipped configuration."""
     model = plan.shape.model
     sequences = 2 ** int(math.log2(max(plan.tokens / ITERATIONS / model.block_size, 1)))
-    tokens_per_iter = min(max(sequences, SEQUENCES[0]), SEQUENCES[1]) * model.block_size
+    sequences = min(max(sequences, SEQUENCES[0]), SEQUENCES[1])
+    tokens_per_iter = max(sequences // gpus, 1) * gpus * model.block_size  # each GPU has as many
     iterations = math.ceil(plan.tokens / tokens_per_iter)
     out_dir = f"out-{model.arch}-{short(plan.shape.parameters).replace(' ', '').lower()}"
     keys = {
@@ -83,4 +96,15 @@ def command(plan: Plan) -> str:
         "eval_interval": max(iterations // 25, 1),
     }
     flags = " ".join(f"--{key}={value}" for key, value in keys.items())
-    return f"python train.py config/{FAMILIES[model.arch].shipped} {flags}"
+    return f"{_launcher(gpus)} train.py config/{FAMILIES[model.arch].shipped} {flags}"
+
+
+def _launcher(gpus: int) -> str:
+    """What starts train.py; with several machines, on each of them, of which node0 is the first."""
+    if gpus == 1:
+        return "python"
+    each = next(n for n in range(GPUS_OF_A_MACHINE, 0, -1) if gpus % n == 0)
+    if each == gpus:
+        return f"torchrun --standalone --nproc_per_node={gpus}"
+    join = "--rdzv_id=plan --rdzv_backend=c10d --rdzv_endpoint=node0:29500"
+    return f"torchrun --nnodes={gpus // each} --nproc_per_node={each} {join}"
