@@ -64,6 +64,7 @@ def _row(name: str, count: int) -> list[str]:
     peak = table_peak(device, "bfloat16").tflops
     assert peak is not None, name
     speed = expected_speed(config, _flops(model), parameters, device, peak, count)
+    assert speed is not None, name
     measured = " **m**" * speed.source.startswith("measured")
     return [
         name,

@@ -64,11 +64,29 @@ def test_what_is_not_measured_is_called_an_assumption():
     assert "on one GPU and not on 8" in said(8, "--gpu=H100")["from an MFU of"]
     small = said(1, "--gpu=H100", "--n_layer=2", "--n_embd=512", "--d_ff=1024", "--vocab_size=50304")
     assert "assumed" in small["from an MFU of"], "a small model reaches less than a large one"
-    assert "assumed" in said(1, "--gpu=H100", "--low_precision=fp8_delayed")["from an MFU of"]
     for flags in ((), ("--gpu=H100", "--use_sparse_specs=True", "--price=2")):
         found = said(1, *flags)
         assert found["Expected time"] == "not known without a dense peak; state one: --peak_tflops"
         assert "Expected cost" not in found
+
+
+def test_a_guess_never_stands_beside_a_measurement_of_the_same_gpu(monkeypatch):
+    """fp8 on an H100 gains what it gains on an H200; what is measured nowhere has no time there."""
+    flops = count_flops(load_config([QWEN3]))  # its audit takes seconds
+    monkeypatch.setattr("training.dry_run.count_flops", lambda config: flops)
+    for scope, kind in (("layers", "fp8_tensorwise"), ("layers_and_head", "fp8_tensorwise, the head too")):
+        fp8 = ("--low_precision=fp8_tensorwise", f"--low_precision_scope={scope}")
+        gain = MEASURED["H200 SXM", kind][0] / 62.2
+        told = said(8, "--gpu=H100", *fp8)["from an MFU of"]
+        assert told.startswith(
+            f"{58.8 * gain:.1f} % by v3 (measured: bf16, benchmarks/qwen3_1.8b_h100.seal.json; "
+        )
+        assert told.endswith(f"times {gain:.2f}, measured on the H200 SXM, on one GPU and not on 8)")
+    for unknown in ("--low_precision=fp8_delayed", "--low_precision=nvfp4", "--dtype=float16"):
+        found = said(1, "--gpu=H100", unknown, "--price=2.5")
+        assert re.match(r"not known: \w+ was not measured here", found["Expected time"])
+        assert "from an MFU of" not in found and "Expected cost" not in found
+    assert "assumed" in said(1, "--gpu=B200", "--low_precision=fp8_delayed")["from an MFU of"]
 
 
 def test_eight_gpus_cost_as_much_as_one_and_take_an_eighth_of_the_time():

@@ -19,7 +19,8 @@ MEASURED = {
     ("H200 SXM", "fp8_tensorwise, the head too"): (88.5, "qwen3_1.8b_fp8_h200"),
     ("CPU", "none"): (53.6, "quickstart_cpu"),
 }
-ASSUMED = 40.0  # percent, for every GPU, recipe and size of model that is not measured
+ASSUMED = 40.0  # percent, for every GPU and size of model that is not measured
+RATIOS_OF = "H200 SXM"  # a recipe's gain there is taken for a GPU whose bf16 figure alone is measured
 SMALL_MODEL = 1e9  # parameters below which a GPU reaches less than what was measured
 
 
@@ -31,22 +32,39 @@ class Expected(NamedTuple):
 
 def expected_speed(
     config: TrainConfig, flops: dict[str, Any], parameters: int, device: str, peak_tflops: float, gpus: int
-) -> Expected:
+) -> Expected | None:
     """flops: what the formula counts; device: the name of a GPU, or of a CPU; peak_tflops: of one GPU, for
-    the dtype. A recomputed forward takes its share of the time, which MFU does not count."""
-    gpu = find_gpu(device)
-    name = "CPU" if config.device == "cpu" else gpu.name if gpu else device
-    with_head = config.low_precision_scope == "layers_and_head"
-    found = MEASURED.get((name, config.low_precision + ", the head too" * with_head))
-    if found and (config.device == "cpu" or (parameters >= SMALL_MODEL and config.dtype == "bfloat16")):
-        percent, source = found[0], f"measured: benchmarks/{found[1]}.seal.json"
-        if gpus > 1:
-            source += f", on one GPU and not on {gpus}"
-    else:
-        percent, source = ASSUMED, "assumed: not measured"
+    the dtype. A recomputed forward takes its share of the time, which MFU does not count. None: not known."""
+    found = _expected_mfu(config, parameters, device)
+    if found is None:
+        return None
+    percent, source = found
+    if gpus > 1 and source.startswith("measured"):
+        source += f", on one GPU and not on {gpus}"
     per_token = flops["totals"][v3.CALCULATION_METHOD]
     percent *= per_token / (per_token + (recomputed_flops(flops, config) or 0))
     return Expected(percent, percent / 100 * peak_tflops * 1e12 * gpus / per_token, source)
+
+
+def _expected_mfu(config: TrainConfig, parameters: int, device: str) -> tuple[float, str] | None:
+    """(percent, where it is from). None for a precision that is not measured on a device whose usual one is:
+    beside a measured figure, an assumed one would say which of them is faster."""
+    gpu, on_cpu = find_gpu(device), config.device == "cpu"
+    name = "CPU" if on_cpu else gpu.name if gpu else device
+    with_head = config.low_precision != "none" and config.low_precision_scope == "layers_and_head"
+    kind: str = config.low_precision + ", the head too" * with_head
+    if not on_cpu and config.dtype != "bfloat16":
+        kind = config.dtype
+    usual, found = MEASURED.get((name, "none")), MEASURED.get((name, kind))
+    if not usual or (parameters < SMALL_MODEL and not on_cpu):
+        return ASSUMED, "assumed: not measured"
+    if found:
+        return found[0], f"measured: benchmarks/{found[1]}.seal.json"
+    if on_cpu or (RATIOS_OF, kind) not in MEASURED:
+        return None
+    gain = MEASURED[RATIOS_OF, kind][0] / MEASURED[RATIOS_OF, "none"][0]
+    source = f"measured: bf16, benchmarks/{usual[1]}.seal.json; times {gain:.2f}, measured on the {RATIOS_OF}"
+    return usual[0] * gain, source
 
 
 def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list[tuple[str, str]]:
@@ -59,6 +77,11 @@ def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list
         return [("Expected time", "not known without a dense peak; state one: --peak_tflops")]
     device = hardware["gpu_name"].removesuffix(" (dry run)")
     speed = expected_speed(config, info["flops"], info["model"]["total_params"], device, peak, gpus)
+    if speed is None:
+        precision = config.dtype if config.low_precision == "none" else config.low_precision
+        return [
+            ("Expected time", f"not known: {precision} was not measured here, while another precision was")
+        ]
     seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
     said = f"{units.duration(seconds)} for {iterations:,} iterations at {speed.tokens_per_sec:,.0f} tokens/s"
     memory = info["micro_batch"]
