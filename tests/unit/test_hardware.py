@@ -108,7 +108,7 @@ ANOTHER = (
         *((table_peak("NVIDIA H200", p, compute=(10, 0)), ANOTHER) for p in ("bfloat16", "fp8", "float32")),
         (
             table_peak("NVIDIA H200", "float32"),
-            ".*no float32 peak for the H200 SXM.*dense float32 TFLOPS with --peak_tflops=...",
+            ".*no float32 peak for the H200 SXM: .*no TF32.*dense float32 TFLOPS with --peak_tflops=...",
         ),
         (table_peak("NVIDIA A100-SXM4-80GB", "fp8"), "the A100 has no fp8 tensor cores"),
         *(

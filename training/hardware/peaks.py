@@ -128,7 +128,8 @@ def table_peak(
         named = f"{gpu_name!r} is the name of a GPU of compute capability {dotted(gpu.compute)}"
         return Peak(None, "none", f"{named}, but this one reports {dotted(compute)}; {fix}", sparse)
     if precision == "float32":
-        return Peak(None, "none", f"the table has no float32 peak for the {gpu.name}; {fix}", sparse)
+        why = "it has those of tensor cores, which float32 does not use here (no TF32)"
+        return Peak(None, "none", f"the table has no float32 peak for the {gpu.name}: {why}; {fix}", sparse)
     if gpu.bf16 is None:
         missing = f"the table has no {precision} peak for the {gpu.name} ({gpu.source})"
         return Peak(None, "none", f"{missing}; {fix}", sparse)
