@@ -84,7 +84,7 @@ def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
 
 def test_what_to_expect_of_eight_b200s_is_what_the_formulas_and_peaks_give():
     rows = {claim: cells for claim, *cells in table(TEXTS["docs/benchmarks.md"], "claim")}
-    rates, budget, flops, graphs = rows.values()
+    rates, budget, *_, flops, graphs = rows.values()
     peak = 8 * table_peak("NVIDIA B200", "bfloat16").flops
     qwen, llama = (
         full(name).model_config() for name in ("full_qwen3_1.8b_b200_optimal.py", "full_llama_1.36b.py")
@@ -106,6 +106,28 @@ def test_what_to_expect_of_eight_b200s_is_what_the_formulas_and_peaks_give():
     assert budget[1] == f"{1e9 * tokens / (3600 * mfu / 100 * whole):.1f} hours at {mfu} %"
     command = f"--tokens={tokens:.0f}e9 --config=config/full_qwen3_1.8b_b200_optimal.py --gpus=8xB200"
     assert f"{command} --mfu={mfu / 100:.4f}\n" in TEXTS["docs/benchmarks.md"]
+    for name, minutes, tokens in (
+        ("6 B tokens in 30 to 45 minutes", (30, 45), 6e9),
+        ("1,000 iterations of 4.2 M tokens in 30 to 40 minutes", (30, 40), 1000 * 2**22),
+    ):
+        of_qwen, of_llama = (
+            "{:.0f} to {:.0f} %".format(*(100 * tokens * totals(v3, m) / peak / 60 / t for t in minutes))
+            for m in (qwen, llama)
+        )
+        assert f"{rows[name][0]}, ".startswith(f"Qwen3 1.8B: {of_qwen}, ")
+        assert f"LLaMA 1.36B: {of_llama}" in rows[name][0] or tokens != 6e9
+        assert rows[name][1] == f"{tokens / (3600 * mfu / 100 * whole):.2f} hours at {mfu} %"
+    two = 2 * table_peak("NVIDIA RTX A6000", "bfloat16").flops
+    hours = 81.727e9 * totals(v3, qwen) / two / 3600
+    assert rows["two A6000s: 81.727 B tokens in 110 to 120 hours"][:2] == [
+        f"Qwen3 1.8B: {100 * hours / 110:.0f} to {100 * hours / 120:.0f} %",
+        f"{hours:.0f} hours are 100 %",
+    ]
+    iterations = {32_000: "llama_1.36b", 50_000: "llama3_1.5b_optimal"}
+    iterations |= {29_000: "llama3_2.2b_chinchilla", 39_000: "qwen3_1.8b_optimal"}
+    made = [count * full(f"full_{name}.py").tokens_per_iter / 1e9 for count, name in iterations.items()]
+    said = rows["32,000, 50,000, 29,000, 39,000 iterations are 85, 102, 62, 82 B tokens"][0]
+    assert said == f"{', '.join(f'{tokens:.0f}' for tokens in made)} B in the shipped batches"
     counts = [totals(formula, qwen) / 1e9 for formula in (v1, v2, v3)]
     assert flops[0] == "no formula: Qwen3 1.8B has {:.1f} by v1, {:.1f} by v2 and v3".format(*counts[:2])
     assert counts[1] == counts[2] and all(abs(count - 23.9) > 10 for count in counts)
