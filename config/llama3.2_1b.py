@@ -1,6 +1,6 @@
 # Llama 3.2 1B: 1,235,814,400 parameters, the published number; 262,668,288 are the tied embedding.
 # Source: https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 111.8 GiB estimated on one. Unmeasured.
+# GPU: one or more with 32 GB or more, from the RTX 5090 on, by the estimate of memory. Unmeasured.
 # rope_scaling is part of the published model, and acts at every length.
 out_dir = "out-llama3.2-1b"
 dataset = "slimpajama_6b_llama3"
@@ -22,8 +22,10 @@ rope_scaling = {
 weight_tying = True
 block_size = 4096  # the model is published for up to 131,072
 
-batch_size = 16
-gradient_accumulation_steps = 2  # 1,048,576 tokens per iteration on 8 GPUs
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 1_048_576  # 256 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000

@@ -1,6 +1,6 @@
 # Qwen2.5-1.5B: 1,543,714,304 parameters, the published number; 233,373,696 are the tied embedding.
 # Source: https://huggingface.co/Qwen/Qwen2.5-1.5B/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 98.3 GiB estimated on one. Unmeasured.
+# GPU: one or more with 40 GB or more, from the A100-40GB on, by the estimate of memory. Unmeasured.
 # Its tokenizer is Qwen3's without four special tokens, so the same dataset serves both.
 out_dir = "out-qwen2.5-1.5b"
 dataset = "slimpajama_6b_qwen3"
@@ -14,8 +14,10 @@ vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 weight_tying = True
 block_size = 4096  # the model is published for up to 32,768
 
-batch_size = 8
-gradient_accumulation_steps = 4  # 1,048,576 tokens per iteration on 8 GPUs
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 1_048_576  # 256 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000

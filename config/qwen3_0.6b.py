@@ -1,6 +1,6 @@
 # Qwen3-0.6B: 596,049,920 parameters, the published number; 155,582,464 are the tied embedding.
 # Source: https://huggingface.co/Qwen/Qwen3-0.6B-Base/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 106.3 GiB estimated on one. Unmeasured.
+# GPU: one or more with 24 GB or more, from the RTX 4090 on, by the estimate of memory. Unmeasured.
 out_dir = "out-qwen3-0.6b"
 dataset = "slimpajama_6b_qwen3"
 
@@ -15,8 +15,10 @@ vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 weight_tying = True
 block_size = 4096  # the model is published for up to 32,768
 
-batch_size = 16
-gradient_accumulation_steps = 2  # 1,048,576 tokens per iteration on 8 GPUs
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 1_048_576  # 256 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000

@@ -1,6 +1,6 @@
 # SmolLM2-360M: 361,821,120 parameters, the published number; 47,185,920 are the tied embedding.
 # Source: https://huggingface.co/HuggingFaceTB/SmolLM2-360M/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 67.8 GiB estimated on one. Unmeasured.
+# GPU: one or more with 24 GB or more, from the RTX 4090 on, by the estimate of memory. Unmeasured.
 # Its tokenizer has 49,152 ids, and no folder in data/ uses it. Make a dataset of your text with
 # data/text/prepare.py --tokenizer hf:HuggingFaceTB/SmolLM2-360M --output data/smollm2.
 out_dir = "out-smollm2-360m"
@@ -17,8 +17,10 @@ rope_theta = 100000.0
 weight_tying = True
 block_size = 4096  # the model is published for up to 8,192
 
-batch_size = 16
-gradient_accumulation_steps = 2  # 1,048,576 tokens per iteration on 8 GPUs
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 1_048_576  # 256 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000

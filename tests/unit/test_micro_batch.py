@@ -111,7 +111,7 @@ def test_a_stated_micro_batch_gets_the_fewest_parts_with_which_it_fits():
         resolved, found = choose(on_cpu, 1, memory)
         assert resolved == dataclasses.replace(on_cpu, loss_chunks=1) and not found.set_aside
     config, found = choose(config, 1, DeviceMemory(20, "a GPU"))
-    assert config.loss_chunks == 1 and not found.fits and found.warnings()
+    assert config.loss_chunks == 1 and not found.fits and found.warnings(config, 1)
 
 
 def test_all_ranks_choose_for_the_smallest_memory(monkeypatch):
@@ -130,8 +130,9 @@ def test_two_numbers_win_and_tokens_per_iter_is_set_aside():
     config, found = chosen(QWEN, "A6000", "--batch_size=22", "--gradient_accumulation_steps=2")
     assert (config.batch_size, config.gradient_accumulation_steps, config.loss_chunks) == (22, 2, 1)
     assert found.set_aside and not found.fits
-    (warning,) = found.warnings()
-    assert "NVIDIA RTX A6000 has 47.50 GiB; batch_size='auto' finds what fits" in warning
+    (warning,) = found.warnings(config, 1)
+    best = "--loss_chunks=8 --activation_checkpointing=full (22 x 2048 tokens, "
+    assert f"NVIDIA RTX A6000 has 47.50 GiB; what fits: 1 GPU: {best}" in warning
     assert not chosen(QWEN, "H200", *STATED, "--tokens_per_iter=131072")[1].set_aside
 
 
@@ -145,9 +146,9 @@ def test_of_one_number_the_other_follows_exactly():
 @pytest.mark.parametrize(
     ("flags", "processes", "named"),
     [
-        (["--batch_size=22"], 1, "set tokens_per_iter to 765,952 or 811,008"),
-        ([], 5, "set tokens_per_iter to 778,240 or 788,480"),
-        (["--tokens_per_iter=1000"], 1, "make multiples of 2,048 tokens; set tokens_per_iter to 2,048"),
+        (["--batch_size=22"], 1, "set --tokens_per_iter=765952 or --tokens_per_iter=811008"),
+        ([], 5, "set --tokens_per_iter=778240 or --tokens_per_iter=788480"),
+        (["--tokens_per_iter=1000"], 1, "make multiples of 2,048 tokens; set --tokens_per_iter=2048"),
         (["--tokens_per_iter=None"], 1, "batch_size='auto' .* needs tokens_per_iter"),
         (["--tokens_per_iter=0"], 1, "tokens_per_iter=0 must be at least 1"),
         (["--batch_size=none"], 1, "batch_size='none' in the flag .*, expected int or 'auto'"),

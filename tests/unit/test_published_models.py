@@ -1,5 +1,6 @@
 """The configs of published models have their shapes, and say what they need and what was measured."""
 
+import math
 import re
 
 import pytest
@@ -7,7 +8,8 @@ from support.helpers import ROOT
 
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
-from training.memory.estimate import estimate_memory
+from training.memory.gpus import CARDS, card_capability, card_memory, find_card
+from training.memory.micro_batch import choose
 
 # What the models' config.json on the hub says, by our names, and how many parameters the hub shows.
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "d_ff", "vocab_size")
@@ -50,8 +52,15 @@ def test_the_header_has_the_count_the_source_and_the_estimated_memory(name):
     assert f": {parameters:,} parameters, the published number" in header
     assert f" {model.vocab_size * model.n_embd:,} are the tied embedding" in header
     assert re.search(r"Source: https://huggingface\.co/[\w.-]+/[\w.-]+/blob/main/config\.json", header)
-    estimate = sum(estimate_memory(config, 1).values())
-    assert f"; {estimate:.1f} GiB estimated on one" in header and estimate < 125
-    assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d .* tokens/s", header, re.DOTALL)
-    tokens = config.samples_per_iter(8) * config.block_size
-    assert f"# {tokens:,} tokens per iteration on 8 GPUs" in text
+    gib, least = re.search(
+        r"GPU: one or more with (\d+) GB or more, from the (\S+ ?\S*) on, by the", header
+    ).groups()
+    least = find_card(least)
+    assert int(gib) == math.ceil(least.gib / 2) * 2  # a 24 GB card reports 23.6 GiB
+    for card in CARDS.values():
+        if not card_capability(card).bf16:
+            continue
+        fits = choose(config, 1, card_memory(card))[1].fits
+        assert fits == (card.gib >= least.gib), card
+    assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d.* tokens/s", header, re.DOTALL)
+    assert f"# {config.tokens_per_iter // config.block_size} sequences" in text

@@ -9,20 +9,29 @@ from __future__ import annotations
 from common.errors import UserError
 from training.configuration.keys import AUTO, TrainConfig
 
+BATCH = ("batch_size", "gradient_accumulation_steps")  # what may be 'auto'
 EVAL_BATCH = 16  # eval_batch_size where batch_size is 'auto': losses must not depend on the GPU's memory
 
 
 def check_batch(config: TrainConfig, world_size: int) -> None:
     """Raises UserError if the stated numbers cannot give the tokens of an iteration exactly."""
-    if not is_auto(config):
-        return
-    if config.tokens_per_iter is None:
-        raise UserError(
-            f"{_stated(config)} needs tokens_per_iter, or the training would depend on the memory of the "
-            "GPU; set --tokens_per_iter=524288, or state both numbers"
-        )
-    if not config.eval_only:  # an evaluation alone has no iterations
+    check_tokens(config, config, world_size)
+    if is_auto(config) and not config.eval_only:  # an evaluation alone has no iterations
         _check_division(config, world_size)
+
+
+def check_tokens(config: TrainConfig, own: TrainConfig, world_size: int) -> None:
+    """Raises UserError if 'auto' has no tokens to reach. own: with the numbers that the config file states,
+    whose tokens the message then proposes."""
+    if not is_auto(config) or config.tokens_per_iter is not None:
+        return
+    sequences = EVAL_BATCH * world_size if is_auto(own) else own.samples_per_iter(world_size)
+    flags = [f"--{name}=auto" for name in BATCH if getattr(config, name) != AUTO]
+    flags.append(f"--tokens_per_iter={sequences * config.block_size}")
+    raise UserError(
+        f"{_stated(config)} needs tokens_per_iter, or the training would depend on the memory of the GPU; "
+        f"set {' '.join(flags)}, or state both numbers"
+    )
 
 
 def is_auto(config: TrainConfig) -> bool:
@@ -48,11 +57,11 @@ def _check_division(config: TrainConfig, world_size: int) -> None:
     unit = config.block_size * world_size * (stated[0] if stated else 1)
     if config.tokens_per_iter % unit:
         below = config.tokens_per_iter // unit * unit
-        nearest = " or ".join(f"{tokens:,}" for tokens in (below, below + unit) if tokens)
+        nearest = " or ".join(f"--tokens_per_iter={tokens}" for tokens in (below, below + unit) if tokens)
         raise UserError(
             f"tokens_per_iter={config.tokens_per_iter:,} cannot be reached exactly: {_stated(config)}, "
             f"block_size={config.block_size} and {world_size} process{'es' * (world_size > 1)} make "
-            f"multiples of {unit:,} tokens; set tokens_per_iter to {nearest}, or change what divides it"
+            f"multiples of {unit:,} tokens; set {nearest}, or change what divides it"
         )
 
 

@@ -9,6 +9,7 @@ it leaves must be a key of TrainConfig; it may import, compute and use _private 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import traceback
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.text import shown
+from training.configuration.batch import BATCH, check_tokens
 from training.configuration.dataset_name import check_dataset
 from training.configuration.flags import is_setting, not_a_flag, place, take_flags, unknown_setting
 from training.configuration.key_line import FLOAT_MAX
@@ -33,13 +35,14 @@ class Settings(NamedTuple):
 
     values: dict[str, Any]  # {key: value}
     places: dict[str, str]  # {key: the line of the file, or the flag, that states it}
+    of_file: dict[str, Any]  # {key: value} of the file, without the flags
 
 
 def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
     """Reads argv (a config file and flags) into a checked TrainConfig. Raises UserError.
 
     With init_weights, the keys of the model are in the weights' folder: training/pretrained/settings.py."""
-    return make_config(read_settings(argv).values, world_size)
+    return make_config(read_settings(argv), world_size)
 
 
 def read_settings(argv: list[str]) -> Settings:
@@ -55,9 +58,11 @@ def read_settings(argv: list[str]) -> Settings:
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
+    of_file: dict[str, Any] = {}
     split = [flag.removeprefix("--").partition("=") for flag in flags]  # the text may itself contain '='
     typed_flags = [(name, _Text(text), place(name)) for name, _, text in split]
     for entries, are_flags in ((_read_file(Path(files[0])), False), (typed_flags, True)):  # a flag wins
+        of_file = dict(values)
         named: dict[str, str] = {}  # {key: the name that set it here}
         for name, value, where in sorted(entries, key=lambda one: one[0] in ALIASES):  # one may add to a key
             adds = name in ALIASES and ALIASES[name].adds
@@ -69,12 +74,14 @@ def read_settings(argv: list[str]) -> Settings:
                     )
                 values[key], places[key], named[key] = typed, where, name
     values |= {name: _home(values[name]) for name in PATHS if name in values}
-    return Settings(values, places)
+    return Settings(values, places, of_file)
 
 
-def make_config(values: dict[str, Any], world_size: int) -> TrainConfig:
+def make_config(settings: Settings, world_size: int) -> TrainConfig:
     """The checked TrainConfig that has these values. Raises UserError."""
-    config = TrainConfig(**values)
+    config = TrainConfig(**settings.values)
+    numbers = {name: settings.of_file.get(name, KEYS[name].default) for name in BATCH}
+    check_tokens(config, dataclasses.replace(config, **numbers), world_size)
     check(config, world_size)
     check_dataset(config)
     return config

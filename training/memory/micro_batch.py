@@ -48,6 +48,11 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {**SMALL, "gradient_dtype": "bfloat16"},
 )
 MOST_REMEDIES = 3  # so many of those that fit are shown
+# What makes a stated batch fit as it is: large ones have most of their memory in logits and activations.
+AS_STATED: tuple[dict[str, Any], ...] = (
+    {"loss_chunks": 8},
+    {"loss_chunks": 8, "activation_checkpointing": "full"},
+)
 FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
 FSDP_GPUS = (2, 4, 8)
 NUMBERS = ("batch_size", "gradient_accumulation_steps", "loss_chunks")  # what the program may choose
@@ -72,13 +77,14 @@ class MicroBatch:
         """Whether the program chose the size, and not the user."""
         return bool(self.stated["batch_size"] == AUTO)
 
-    def warnings(self) -> list[str]:
+    def warnings(self, config: TrainConfig, world_size: int) -> list[str]:
         """What the report warns of: stated numbers are used even if the estimate speaks against them."""
         if self.fits or self.is_chosen or self.device == CPU_NAME:
             return []
+        best = settings_that_fit(config, world_size, DeviceMemory(self.available_gib, self.device))[0]
         return [
             f"by the estimate this needs {units.memory(self.needed_gib)}, and {self.device} has "
-            f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits"
+            f"{units.memory(self.available_gib)}; what fits: {best}"
         ]
 
     def describe(self, config: TrainConfig, world_size: int, block_scaled: bool = False) -> dict[str, Any]:
@@ -87,7 +93,7 @@ class MicroBatch:
         return {
             "micro_batch": asdict(self),
             "estimated_memory_gb": estimate_memory(config, world_size, block_scaled),
-            "warnings": self.warnings(),
+            "warnings": self.warnings(config, world_size),
         }
 
 
@@ -172,15 +178,19 @@ def _parts(tokens: int, least: int) -> list[int]:
 
 
 def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory) -> list[str]:
-    """A line for each way to train this model with these tokens per iteration in this memory; if there is
-    none, a line that says so."""
+    """A line for each way to train this model with these tokens per iteration in this memory, the first one
+    with the stated batch; if there is none, a line that says so."""
     tokens = config.tokens_per_iter if is_auto(config) else None
     tokens = tokens or config.samples_per_iter(world_size) * config.block_size
     numbers: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
     free = replace(config, **numbers, tokens_per_iter=tokens, eval_only=False)
-    stated = () if is_auto(config) else NUMBERS  # numbers of the user's, which flags replace
+    stated = [name for name in NUMBERS if getattr(config, name) != AUTO]  # which flags have to replace
     found = (_line(free, stated, remedy, world_size, memory) for remedy in REMEDIES)
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
+    if not is_auto(config):
+        kept = replace(config, eval_only=False)
+        found = (_line(kept, (), remedy, world_size, memory) for remedy in AS_STATED)
+        lines[:0] = itertools.islice(filter(None, found), 1)
     for gpus in FSDP_GPUS:
         if gpus >= world_size:
             found = (_line(free, stated, FSDP | remedy, gpus, memory) for remedy in REMEDIES)

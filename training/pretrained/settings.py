@@ -37,7 +37,7 @@ def load_run_config(argv: list[str], world_size: int = 1, needs_dataset: bool = 
             weights = locate(values["init_weights"])
             keys = _keys_of(weights.architecture(), str(weights.folder / CONFIG), settings)
         values = keys | {name: value for name, value in values.items() if value is not None}
-    return make_config(values, world_size)
+    return make_config(settings._replace(values=values), world_size)
 
 
 def _saved_keys(values: dict[str, Any]) -> dict[str, Any] | None:
