@@ -12,7 +12,7 @@ from common.durable_file import write_bytes
 from common.errors import UserError
 from common.text import aligned
 from training.hardware.description import describe_hardware
-from training.records.startup_info import git_state
+from training.records.startup_info import code_text, git_state
 
 TEXT_COLUMNS = ("variant", "tokens/s (p10 to p90)", "attention", "note")  # the others are aligned right
 LEGEND = (
@@ -128,8 +128,7 @@ def heading(
     machine = facts.get("hardware", {}).get("gpu_name") or here["cpu_name"]
     software = facts.get("software", here).items()
     versions = ", ".join(f"{name} {v}" for name, v in software if v and name not in ("cpu_name", "gpu_name"))
-    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
-    about = "; ".join([versions, *(others or []), commit]) + "."
+    about = "; ".join([versions, *(others or []), code_text(git)]) + "."
     return [f"## {content['date'][:10]}, {machine}, {title}", "", f"    {content['command']}", "", about]
 
 

@@ -104,6 +104,6 @@ TABLES: dict[str, dict[str, Callable[[Run], str]]] = {
         "peak": lambda run: run.peak,
         "source of the peak": fact("hardware", "peak", "source"),
         "versions": fact("software"),
-        "commit": fact("git", "commit"),
+        "code": fact("git"),
     },
 }

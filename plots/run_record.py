@@ -183,20 +183,21 @@ def expand_globs(patterns: list[str]) -> list[Path]:
         if not matches:
             raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
         paths.update({match.resolve(): match for match in matches})
-    records = [path for path in paths.values() if not is_old_seal(path)]
-    if not records:
-        raise UserError(f"{patterns[0]} is a seal; the figures are in the run record that it seals")
-    return records
+    # run_*.json takes a seal of the earlier name, run_*.seal.json, with the record that it seals
+    sealed = {full: full.with_suffix("").with_suffix(".json") for full in paths if is_old_seal(full)}
+    return [path for full, path in paths.items() if sealed.get(full) not in paths]
 
 
 def load_run(path: Path) -> Run:
-    """Reads one run record; UserError names the file when it is not one."""
+    """Reads one run record, or that within a seal; UserError names the file when it is neither."""
     try:
         record = read_json(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name run records") from None
     except ValueError as error:
         raise UserError(f"{path} is no run record: {error}") from None
+    if "seal" in record:  # which `tools.seal --verify` checks
+        record = as_dict(record.get("record"))
     rows = record.get("training_iterations")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} is not a run record: it has no list of training_iterations")

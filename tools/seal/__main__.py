@@ -47,7 +47,8 @@ def seal(path: Path) -> int:
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or give it another name")
     write_json(out, content)
-    print(f"Sealed in {out}\nCode:   {code_text(content['code'])}\nDigest: {content['digest']}")
+    code = one_line(code_text(content["code"]), 500)
+    print(f"Sealed in {out}\nCode:   {code}\nDigest: {content['digest']}")
     return 0
 
 

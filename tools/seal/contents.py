@@ -20,7 +20,8 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.text import one_line, shown
 from training.process.redaction import redact, redact_all
-from training.records.startup_info import difference_sha256, working_difference
+from training.records.startup_info import GitFailed, difference_sha256, working_difference
+from training.records.startup_info import code_text as code_text  # which says it of a seal, too
 
 VERSION = 2  # 1 has digests of parts of the record, too
 PARTS = ("record", "code", "bench")  # which have digests; seals of earlier versions may have results of peers
@@ -43,20 +44,18 @@ def describe_code(git: dict[str, Any]) -> dict[str, Any]:
     """The commit that the record names, and what was changed on top of it, if that is here still: then it has
     the digest that the record has."""
     commit, modified = git.get("commit"), git.get("modified")
-    note = None if commit else "the run's code was not in a git checkout, so nothing is known of it"
-    difference = working_difference(commit) if commit and modified else None
-    if difference is not None and difference_sha256(difference) == git.get("difference_sha256"):
-        difference = redact(difference)
-    elif modified:
+    difference, note = None, git.get("reason")
+    if not commit:
+        note = note or "the record does not say which code ran"
+    elif modified and not note:
         note = "the code was modified, and has been changed since: the difference is unknown"
-        difference = None
+        try:
+            found = working_difference(commit)
+            if difference_sha256(found) == git.get("difference_sha256"):
+                difference, note = redact(found), None
+        except GitFailed as error:
+            note = f"the code was modified, and git does not give the difference: {error}"
     return {"commit": commit, "modified": modified, "difference": difference, "note": note}
-
-
-def code_text(code: dict[str, Any]) -> str:
-    """'commit 1234, modified', of what a seal or git_state() says of the code."""
-    note = f" ({code['note']})" if code.get("note") else ""
-    return f"commit {code['commit']}{', modified' if code['modified'] else ''}{note}"
 
 
 def digests_of(seal: dict[str, Any]) -> dict[str, str]:
@@ -90,7 +89,10 @@ def readable(path: Path) -> Iterator[None]:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A run record that can be sealed."""
-    return _checked(read_json(path, MAX_BYTES), path)
+    record = read_json(path, MAX_BYTES)
+    if "seal" in record:
+        raise UserError(f"{path} is a seal already; to check it: python -m tools.seal --verify {path}")
+    return _checked(record, path)
 
 
 def read_seal(path: Path) -> dict[str, Any]:

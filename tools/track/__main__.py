@@ -9,7 +9,6 @@ with --follow, if `trackers` is set (training/records/follower.py).
 from __future__ import annotations
 
 import argparse
-import fcntl
 import sys
 import time
 import uuid
@@ -21,6 +20,7 @@ from common.arguments import user_folder, whole_number
 from common.command import FAILED, run_command, say
 from common.durable_file import write_json
 from common.errors import UserError
+from common.file_lock import take_lock
 from common.json_file import read_json
 from common.processes import is_running
 from tools.track.figures import figures_of
@@ -30,6 +30,7 @@ from training.process.redaction import redact_all
 from training.records.attempts import read_record
 
 POLL_S = 2.0  # between two looks at the record of a live run
+NO_LOCKS = "start no second process that sends records of this folder before this one has ended"
 CONSTANT = ("model", "hardware", "software", "flops", "optimizer", "attention")  # of startup_info
 
 
@@ -43,8 +44,9 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         why = f"{options.record} cannot be read as a run record: {error}; name a file out_dir/run_*.json"
         raise UserError(why) from None
-    with open(options.record.parent / "trackers.lock", "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # a process of an earlier attempt ends within seconds
+    with open(lock_path := options.record.parent / "trackers.lock", "w") as lock:
+        # a process of an earlier attempt ends within seconds
+        take_lock(lock.fileno(), lock_path, NO_LOCKS, wait=True)
         run = run_of(first, options.record.parent)
         senders = {name: sending(name, run, options.record, options.follow) for name in names}
         while senders:
@@ -72,7 +74,7 @@ def sending(name: str, run: Run, path: Path, process: int | None) -> Iterator[bo
         # Of a live run, up to the row before its newest, which may not be complete. Of one that was
         # stopped, up to its newest: a resume makes the row that belongs to what comes after it.
         newest = max((row["iter"] for row in record["training_iterations"]), default=NOTHING)
-        is_whole = process is None or record.get("status") == "completed"
+        is_whole = record.get("status") == "completed"
         for step, figures in steps_of(record, last, float("inf") if is_whole else newest - live):
             tracker.send(step, figures)
             last, sent = step, sent + 1

@@ -1,16 +1,9 @@
-"""Prevents two training runs in one out_dir: rank 0 holds a lock on out_dir/run.lock for as long as it lives.
-
-It is a POSIX lock (lockf): the system releases it however the process ends, and it works across machines on
-NFS. Not flock: forked data workers would inherit that and keep it for seconds after their parent was killed.
-The trap of lockf: closing any descriptor of the file releases the lock, so nothing else here opens the file.
-"""
+"""Prevents two training runs in one out_dir: rank 0 holds a lock on out_dir/run.lock for as long as it lives
+(common/file_lock.py), so nothing else here opens that file."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import logging
 import os
 import socket
 import stat
@@ -20,14 +13,13 @@ from pathlib import Path
 
 from common.durable_file import create
 from common.errors import RunError, UserError, os_error_text
+from common.file_lock import take_lock
 
 NAME = "run.lock"
 WAIT_SECONDS = 3.0  # for a process that was just killed: its lock is freed last, after gigabytes of memory
 RETRY_SECONDS = 0.1
 MAX_TEXT = 1000  # bytes that are shown of the holder's text
-HELD = (errno.EACCES, errno.EAGAIN)  # errors that mean: another process holds the lock
-
-log = logging.getLogger("nanomfu")
+NO_LOCKS = "nothing prevents a second run in this out_dir"
 
 
 class RunLock:
@@ -55,7 +47,7 @@ class RunLock:
         except OSError as error:
             raise _not_writable(self.out_dir, error) from None
         until = time.monotonic() + WAIT_SECONDS
-        while not _lock(descriptor):
+        while not take_lock(descriptor, self.path, NO_LOCKS):
             if time.monotonic() > until:
                 text = os.pread(descriptor, MAX_TEXT, 0).decode(errors="replace")
                 holder = text.strip() or "(which has not said its number)"
@@ -103,17 +95,6 @@ def _open(path: Path) -> int:
         os.close(descriptor)
         raise OSError(f"{NAME} is no file of its own; remove it: rm {path}")
     return descriptor
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether this process now has the lock; True, too, if the disk knows no locks."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in HELD:
-            return False
-        log.warning("%s cannot be locked (%s): nothing prevents a second run in this out_dir", NAME, error)
-    return True
 
 
 def check_writable(folder: Path) -> None:

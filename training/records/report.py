@@ -21,6 +21,7 @@ from training.records.expected_time import expected_rows
 from training.records.machine import machine_lines, speed_line
 from training.records.rows import Logger
 from training.records.run_record import accumulation_steps
+from training.records.startup_info import code_text
 from training.records.summary import summary_of
 from training.strategies.parallelize import parallelism_line
 
@@ -261,6 +262,7 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
         ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
         *machine_lines(info),
         ("Parallelism", parallelism_line(config, hardware["parallelism"])),
+        ("Code", code_text(info["git"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         *((name, _peak(hardware[key])) for name, key in peaks.items() if key in hardware),
         ("Estimated memory per GPU", units.memory(sum(estimate.values()))),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import model_builder
+from common.text import one_line
 from training.batches.sources import RunData, describe_data
 from training.checkpoints.resume import Resume
 from training.configuration.keys import ROOT, TrainConfig
@@ -27,6 +28,11 @@ from training.strategies.parallelize import strategy_name
 OTHER_ATTENTION = "attention_backend={asked!r} runs as {used} [{kernel}]: {reason}"  # it may be much slower
 # versions that a number depends on
 SOFTWARE = ("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver")
+GIT_TIMEOUT_S = 10
+
+
+class GitFailed(Exception):
+    """Git has given no answer; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -110,38 +116,53 @@ def run_info(
     }
 
 
-def git_state() -> dict:
-    """Commit of this code and whether it was changed, with the difference's digest; None outside a git
-    checkout."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "modified": None}
-    commit = commit.strip()
-    if not _git("status", "--porcelain", "-uno"):
-        return {"commit": commit, "modified": False}
-    return {
-        "commit": commit,
-        "modified": True,
-        "difference_sha256": difference_sha256(working_difference(commit)),
-    }
+def git_state() -> dict[str, Any]:
+    """Commit of this code and whether it was changed, with the difference's digest. What git does not say is
+    None, and `reason` says why."""
+    state: dict[str, Any] = {"commit": None, "modified": None}
+    try:
+        state["commit"] = commit = _git("rev-parse", "HEAD").strip()
+        state["modified"] = bool(_git("status", "--porcelain", "-uno"))
+        if state["modified"]:
+            state["difference_sha256"] = difference_sha256(working_difference(commit))
+    except GitFailed as error:
+        state["reason"] = str(error)
+    return state
 
 
-def working_difference(commit: str) -> str | None:
-    """The tracked files' difference to this commit, as `git diff` shows it; None if git cannot say."""
+def code_text(code: dict[str, Any]) -> str:
+    """'commit 1234, modified', of what git_state() or a seal says of the code, and why something is not
+    known."""
+    commit, why = code["commit"], code.get("note") or code.get("reason")
+    changes = {True: ", modified", None: ", perhaps modified"}.get(code["modified"], "")
+    text = f"commit {commit}{changes}" if commit else "commit not known"
+    return f"{text} ({why})" if why else text
+
+
+def working_difference(commit: str) -> str:
+    """The tracked files' difference to this commit, as `git diff` shows it. Raises GitFailed."""
     return _git("diff", "--no-color", "--no-ext-diff", commit, "--")
 
 
-def difference_sha256(difference: str | None) -> str | None:
-    return None if difference is None else hashlib.sha256(difference.encode("utf-8", "replace")).hexdigest()
+def difference_sha256(difference: str) -> str:
+    return hashlib.sha256(difference.encode("utf-8", "replace")).hexdigest()
 
 
-def _git(*arguments: str) -> str | None:
-    command = ["git", *arguments]
+def _git(*arguments: str) -> str:
+    """What git prints, of this checkout also if another user owns it: its code runs already. Raises
+    GitFailed."""
+    command = ["git", "-c", f"safe.directory={ROOT}", *arguments]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S
+        )
+    except OSError as error:
+        raise GitFailed(f"git cannot be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise GitFailed(f"git has not answered within {GIT_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise GitFailed(one_line(done.stderr.partition("\n")[0], 300) or f"git: status {done.returncode}")
+    return done.stdout
 
 
 def _describe_peak(peak: Peak) -> dict:
