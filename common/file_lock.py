@@ -12,8 +12,6 @@ import fcntl
 import logging
 from pathlib import Path
 
-HELD = (errno.EACCES, errno.EAGAIN)  # errors that mean: another process holds the lock
-
 log = logging.getLogger("nanomfu")
 
 
@@ -23,7 +21,7 @@ def take_lock(descriptor: int, path: Path, danger: str, wait: bool = False) -> b
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
-        if error.errno in HELD:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # another process holds it
             return False
         log.warning("%s cannot be locked (%s): %s", path, error.strerror, danger)
     return True

@@ -3,8 +3,6 @@ sent; two runs do not share an out_dir."""
 
 import ast
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
@@ -277,16 +275,6 @@ def test_second_run_in_an_out_dir_refuses_naming_the_first_which_goes_on(run, co
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)  # the workers, too
         first.communicate()
-
-
-def test_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
-    with run_lock.RunLock(tmp_path) as lock:
-        lock.acquire()
-    assert "No locks available" in caplog.text
 
 
 def test_text_of_a_dead_run_in_the_lock_file_stops_nobody(tmp_path):

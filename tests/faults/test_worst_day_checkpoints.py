@@ -1,6 +1,7 @@
 """The worst day of a checkpoint: whoever wrote what is read back. The hashes match in every
 case: a resume takes the next older checkpoint, or there is one clear message."""
 
+import errno
 import json
 import os
 import shutil
@@ -46,6 +47,24 @@ def root(saved, tmp_path):
     shutil.copytree(saved, root / "step-00000001")
     copy_checkpoint(saved, root, 2)
     return root
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(root, monkeypatch):
+    """Such as those of another user: init_from='auto' does not begin from scratch beside them."""
+    config = make_config(root.parent, init_from="auto")
+    assert choose_start(config, ALONE).init_from == "resume"
+    for name in ("listdir", "scandir"):
+        there = getattr(os, name)
+
+        def refuse(path=".", there=there):
+            if Path(path) == root:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return there(path)
+
+        monkeypatch.setattr(os, name, refuse)
+    for begin in (choose_start, lambda config, world: find_resume(config, world, {})):
+        with pytest.raises(PermissionError, match=str(root)):
+            begin(make_config(root.parent, init_from="resume" if begin is not choose_start else "auto"), ALONE)
 
 
 def resume(root: Path, **keys):

@@ -200,6 +200,24 @@ def test_a_run_that_a_signal_ends_counts_iterations_that_have_no_row(start, tmp_
     assert f" for {done} iterations; " in found["Time"]
 
 
+@pytest.mark.parametrize(
+    ("losses", "flags", "said"),
+    [
+        ([4.0], ["--eval_interval=0"], "not evaluated after the first update"),
+        ([4.0, 5.0], ["--eval_interval=100"], "4.0000 (validation) before the first update"),
+        ([4.0, 3.0], ["--eval_interval=100"], "3.0000 (validation)"),
+    ],
+)
+def test_the_loss_of_the_model_before_training_is_not_called_the_best(
+    losses, flags, said, start, capfd, monkeypatch
+):
+    found = iter([{"train": loss, "val": loss} for loss in losses])
+    monkeypatch.setattr("training.evaluate_and_save.evaluate", lambda *_: next(found))
+    assert start("--eval_at_start=True", *flags) == 0
+    assert summary(capfd.readouterr().out)["Best loss"].startswith(f"{said}, last training loss ")
+    assert next(found, None) is None
+
+
 def test_the_command_that_resumes_trains_as_far_again(start, run, tmp_path, capfd):
     assert start("--max_iters", "3") == 0
     python, script, *arguments = shlex.split(summary(capfd.readouterr().out)["To resume"])

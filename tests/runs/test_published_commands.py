@@ -287,5 +287,8 @@ def test_a_seal_of_the_earlier_name_is_no_record_and_is_still_verified(folder, c
     assert find_history(folder / OUT, record.stem, None)["run_name"] == record.stem
     assert "cannot be read" not in capsys.readouterr().err
     assert plot_single_run.main([f"{OUT}/run_*.json"]) == 0
-    assert plot_single_run.main([str(old)]) == 2
-    assert "is a seal; the figures are in the run record" in capsys.readouterr().err
+    assert plot_single_run.main([str(old)]) == 0
+    assert [line.rsplit("/")[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        f"{record.stem}.png",
+        f"{old.stem}.png",
+    ]

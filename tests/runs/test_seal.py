@@ -3,6 +3,7 @@ run again by somebody else."""
 
 import copy
 import json
+import shutil
 import sys
 
 import pytest
@@ -325,6 +326,16 @@ def test_file_that_cannot_be_sealed_is_one_line(record, damage, message, tmp_pat
     assert message in error and str(path) in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["quickstart_cpu", "qwen3_1.8b_h200"])  # of versions 2 and 1
+def test_a_seal_is_not_sealed_again_and_the_command_that_is_named_checks_it(name, tmp_path, capsys):
+    path = shutil.copy(ROOT / "benchmarks" / f"{name}.seal.json", tmp_path / "seal_a.json")
+    assert run_command(seal_command.main, [str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path} is a seal already" in error and len(error.splitlines()) == 1
+    assert run_command(seal_command.main, error.partition("python -m tools.seal ")[2].split()) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["seal_a.json"]
+
+
 def test_run_record_and_cut_seal_are_no_seals(sealed, record, capsys):
     assert verify(record[0]) == 2
     assert "is a run record, no seal" in capsys.readouterr().err
@@ -366,7 +377,7 @@ def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     for changed in ({**git, "difference_sha256": "0" * 64}, {"commit": "c0ffee", "modified": True}):
         code = contents.describe_code(changed)
         assert code["difference"] is None and "the difference is unknown" in code["note"]
-    assert contents.describe_code({"commit": None})["note"].startswith("the run's code was not in a git")
+    assert contents.describe_code({"commit": None})["note"] == "the record does not say which code ran"
     assert contents.describe_code({"commit": "c0ffee", "modified": False})["note"] is None
 
 

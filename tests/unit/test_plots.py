@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import warm_python
 
@@ -139,6 +140,46 @@ def write(folder, record, name="run_20251121_070600"):
     path = folder / f"{name}.json"
     path.write_text(record if isinstance(record, str) else json.dumps(record))
     return path
+
+
+# --- a seal ---
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_record_within_a_seal_is_read(version, tmp_path):
+    record = new_record(300)
+    plain, sealed = (
+        load_run(write(tmp_path, content, name))
+        for name, content in {"run_a": record, "seal_a": {"seal": version, "record": record}}.items()
+    )
+    assert sealed.record == plain.record and sealed.best_val_loss == plain.best_val_loss
+    assert sealed.columns.keys() == plain.columns.keys()
+    for name, values in plain.columns.items():
+        np.testing.assert_array_equal(values, sealed.columns[name])
+
+
+@pytest.mark.parametrize("record", [None, [], {"training_iterations": 3}])
+def test_a_seal_without_a_record_is_one_clear_line(record, tmp_path):
+    with pytest.raises(UserError, match="is not a run record: it has no list of training_iterations"):
+        load_run(write(tmp_path, {"seal": 2, "record": record}, "seal_a"))
+
+
+def test_a_glob_takes_a_run_once_and_seals_that_stand_alone(tmp_path):
+    """run_*.seal.json is the earlier name of a seal, beside its record."""
+    files = [write(tmp_path, new_record(20), name) for name in ("run_a", "run_a.seal", "run_b.seal")]
+    assert expand_globs([str(tmp_path / "run_*.json")]) == [files[0], files[2]]
+    assert expand_globs(list(map(str, files))) == [files[0], files[2]], "as a shell expands it"
+    assert expand_globs([str(files[1])]) == [files[1]]
+
+
+def test_published_seals_are_plotted_compared_and_reported(tmp_path):
+    names = ("quickstart_cpu", "qwen3_1.8b_h200")
+    seals = [str(PLOTS.parent / "benchmarks" / f"{name}.seal.json") for name in names]
+    for command, files in ((plot_single_run, seals[:1]), (compare_runs, seals), (report, seals[1:])):
+        out = tmp_path / f"out.{'html' if command is report else 'png'}"
+        assert command.main([*files, f"--output={out}"]) == 0
+        assert out.stat().st_size > 10_000
+        out.unlink()
 
 
 # --- one run ---

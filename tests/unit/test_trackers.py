@@ -265,13 +265,15 @@ def test_whatever_a_tracker_had_before_the_kill_it_has_every_figure_once(last, f
     assert steps == sorted(set(steps)), "the steps of Weights & Biases can only rise"
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("stopped", range(2, 7))
-def test_a_clean_stop_and_a_resume_lose_no_row(stopped, gone, fake, record):
-    """The stop saves a checkpoint of the next iteration, which the resume begins with."""
+def test_a_clean_stop_and_a_resume_lose_no_row(stopped, by_hand, gone, fake, record):
+    """The stop saves a checkpoint of the next iteration, which the resume begins with. By hand: between the
+    two, a user sends the record, with no process to follow."""
     first = record()
     history = killed_at(first, stopped, checkpoint=stopped + 1, noted=stopped)
     had = fake()
-    assert send(first, "wandb", gone, status="interrupted") == 0
+    assert send(first, "wandb", *[gone] * (not by_hand), status="interrupted") == 0
     assert losses(had) == list(range(stopped + 1))
     tracker, content = fake(last=had.steps[-1][0]), record(history=history, start=stopped + 1)
     killed_at(content, stopped + 3, checkpoint=stopped + 2, noted=stopped + 2)

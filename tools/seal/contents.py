@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.text import one_line, shown
 from training.process.redaction import redact, redact_all
-from training.records.startup_info import GitFailed, difference_sha256, working_difference
+from training.records.startup_info import GIT_ERRORS, difference_sha256, working_difference
 from training.records.startup_info import code_text as code_text  # which says it of a seal, too
 
 VERSION = 2  # 1 has digests of parts of the record, too
@@ -53,7 +53,7 @@ def describe_code(git: dict[str, Any]) -> dict[str, Any]:
             found = working_difference(commit)
             if difference_sha256(found) == git.get("difference_sha256"):
                 difference, note = redact(found), None
-        except GitFailed as error:
+        except GIT_ERRORS as error:
             note = f"the code was modified, and git does not give the difference: {error}"
     return {"commit": commit, "modified": modified, "difference": difference, "note": note}
 

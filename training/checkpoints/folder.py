@@ -25,9 +25,16 @@ log = logging.getLogger("nanomfu")
 # --- finding ---
 
 
+def named_step(root: Path) -> list[Path]:
+    """Everything in root whose name begins with step-. Raises OSError if root cannot be read, where glob()
+    finds nothing: init_from='auto' would begin from scratch."""
+    names = os.listdir(root) if root.is_dir() else []
+    return [root / name for name in names if name.startswith("step-")]
+
+
 def step_folders(root: Path) -> list[Path]:
     """Everything in root whose name is step- and a number, oldest first, complete or not."""
-    numbers = {path: step_number(path) for path in root.glob("step-*")}
+    numbers = {path: step_number(path) for path in named_step(root)}
     found = [(number, path) for path, number in numbers.items() if number is not None]
     return [path for _, path in sorted(found)]
 

@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
-from training.checkpoints.folder import check_aside, find_checkpoint, rename_damaged, step_folders
+from training.checkpoints.folder import check_aside, find_checkpoint, named_step, rename_damaged, step_folders
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
@@ -76,7 +76,7 @@ def _choose_start(config: TrainConfig) -> TrainConfig:
 def _modification_times(root: Path) -> dict[str, int]:
     """{name: time of its last change} of everything that is or was a checkpoint, complete or damaged. If
     there is any, init_from='auto' does not begin from scratch."""
-    folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
+    folders = [path for path in named_step(root) if ".tmp-" not in path.name]
     return {path.name: path.lstat().st_mtime_ns for path in folders}
 
 

@@ -28,11 +28,7 @@ from training.strategies.parallelize import strategy_name
 OTHER_ATTENTION = "attention_backend={asked!r} runs as {used} [{kernel}]: {reason}"  # it may be much slower
 # versions that a number depends on
 SOFTWARE = ("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver")
-GIT_TIMEOUT_S = 10
-
-
-class GitFailed(Exception):
-    """Git has given no answer; the message says why."""
+GIT_ERRORS = (OSError, subprocess.SubprocessError)  # git refuses, hangs, or is not there
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def git_state() -> dict[str, Any]:
         state["modified"] = bool(_git("status", "--porcelain", "-uno"))
         if state["modified"]:
             state["difference_sha256"] = difference_sha256(working_difference(commit))
-    except GitFailed as error:
+    except GIT_ERRORS as error:
         state["reason"] = str(error)
     return state
 
@@ -140,7 +136,7 @@ def code_text(code: dict[str, Any]) -> str:
 
 
 def working_difference(commit: str) -> str:
-    """The tracked files' difference to this commit, as `git diff` shows it. Raises GitFailed."""
+    """The tracked files' difference to this commit, as `git diff` shows it. Raises one of GIT_ERRORS."""
     return _git("diff", "--no-color", "--no-ext-diff", commit, "--")
 
 
@@ -149,19 +145,12 @@ def difference_sha256(difference: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints, of this checkout also if another user owns it: its code runs already. Raises
-    GitFailed."""
+    """What git prints. Of a checkout that another user owns, too: its code runs already."""
     command = ["git", "-c", f"safe.directory={ROOT}", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S
-        )
-    except OSError as error:
-        raise GitFailed(f"git cannot be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise GitFailed(f"git has not answered within {GIT_TIMEOUT_S} s") from None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=10)
     if done.returncode:
-        raise GitFailed(one_line(done.stderr.partition("\n")[0], 300) or f"git: status {done.returncode}")
+        said = one_line(done.stderr, 300)
+        raise subprocess.SubprocessError(said or f"git ended with status {done.returncode}")
     return done.stdout
 
 

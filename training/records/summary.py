@@ -23,11 +23,11 @@ def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[st
     best, last = summary["best_val_loss"], summary["final_loss"]
     speed = f"{mfu['median']:.2f} %" if mfu else "n/a"
     losses = "not evaluated" if best is None else f"{best:.4f} (validation)"
-    evaluations = record.content["eval_steps"]
-    if best in [each["val_loss"] for each in evaluations if each["iter"] == 0]:  # nothing trained has it
-        was_evaluated = any(each["iter"] > 0 for each in evaluations)
-        losses = f"{best:.4f} (validation, before the first update)"
-        losses = losses if was_evaluated else "not evaluated after the first update"
+    evaluated = {each["iter"]: each["val_loss"] for each in record.content["eval_steps"]}
+    if best is not None and best == evaluated.get(0):  # no model that was trained has it
+        only = len(evaluated) == 1
+        losses = "not evaluated" if only else f"{best:.4f} (validation)"
+        losses += " after the first update" if only else " before the first update"
     plot = shlex.join([python_name(), "plots/plot_single_run.py", str(record.path)])
     sample = shlex.join([python_name(), "sample.py", f"--out_dir={config.out_dir}"])
     # a run that a signal ended has saved iterations that no row has
