@@ -64,7 +64,9 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(root, monkeypa
         monkeypatch.setattr(os, name, refuse)
     for begin in (choose_start, lambda config, world: find_resume(config, world, {})):
         with pytest.raises(PermissionError, match=str(root)):
-            begin(make_config(root.parent, init_from="resume" if begin is not choose_start else "auto"), ALONE)
+            begin(
+                make_config(root.parent, init_from="resume" if begin is not choose_start else "auto"), ALONE
+            )
 
 
 def resume(root: Path, **keys):
