@@ -1,23 +1,27 @@
 """A model that somebody changes trains right, as CONTRIBUTING.md's examples do, or is refused by name."""
 
-import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.graphed_runs import build
-from support.helpers import (
-    ROOT,
-    TINY,
-    checkpoint_tensors,
-    last_run,
-    make_dataset,
-    run_in_one_launch,
-    write_config,
+from support.changed_models import (
+    EXAMPLES,
+    FROZEN,
+    HEAD,
+    IN_TRAINING,
+    NUMBER,
+    OTHERS,
+    SHARED,
+    TABLE,
+    TORCHS,
+    changed,
+    edited,
+    train_changed,
 )
+from support.graphed_runs import build
+from support.helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UserError
@@ -26,8 +30,6 @@ from training.configuration.keys import TrainConfig
 from training.process.world import World
 from training.strategies.parallelize import parallelize
 
-STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
-DIVISIONS = [(2, 2), (4, 1)]  # of 8 sequences between two processes: batch_size, gradient_accumulation_steps
 SHAPE = (4, 2, 32)  # micro-steps of two sequences
 
 
@@ -76,60 +78,6 @@ def test_a_loss_that_somebody_replaces_gives_the_gradients_of_ours(
         assert (theirs[1][name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
-def changed(example: str) -> str:
-    """model.py with the part of CONTRIBUTING.md's diff whose heading has `example`."""
-    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    parts = re.split(r"^\+\+\+ model.py: (.*)\n", block, flags=re.MULTILINE)[1:]
-    (diff,) = (diff for title, diff in zip(parts[::2], parts[1::2], strict=True) if example in title)
-    text = (ROOT / "model.py").read_text()
-    for removed, added in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)*)", diff, re.MULTILINE):
-        if removed:
-            old, new = (re.sub(r"^.", "", lines, flags=re.MULTILINE) for lines in (removed, added))
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-    return text
-
-
-MLP = {"ffn_type": "mlp", "activation": "gelu"}
-IN_TRAINING = ("auxiliary loss", "beside the fused loss")  # what an evaluation does not see
-FROZEN, TABLE = "frozen embedding", "matrix of any class"
-EXAMPLES = {
-    "cap on the logits": {},
-    "activation, squared": MLP,
-    **dict.fromkeys((*IN_TRAINING, FROZEN, TABLE, "each block twice"), {}),
-}
-# other changes: edits of model.py
-MADE = "        self.ffn_norm, self.ffn = make_norm(config), FeedForward(config)\n"
-END = "        return x, drop(self.ffn(normed), self.dropout)\n"
-SUM = "        out, amax = drop(self.ffn(normed), self.dropout)\n        return x, (out + {}, amax)\n"
-LOWER = "        delta = no_delta(x)\n"
-SHARED = "        self.head, self.blocks[1].ffn = Head(config), self.blocks[0].ffn\n"
-TORCHS = "a matrix and a bias of torch's, in bfloat16"
-NUMBER, LAYER = "a number in each block", "an upper block's layer in a lower one, too"
-OTHERS = {
-    TORCHS: [
-        (MADE, MADE + "        self.extra = nn.Linear(config.n_embd, config.n_embd)\n"),
-        (END, SUM.format("self.extra(x)")),
-    ],
-    NUMBER: [
-        (MADE, MADE + "        self.gate = nn.Parameter(torch.empty(()))\n"),
-        (END, SUM.format("x * self.gate")),
-    ],
-    LAYER: [(LOWER, "        delta = self.blocks[1].ffn(self.blocks[1].ffn_norm.add(x, no_delta(x))[1])\n")],
-    "a norm that is not used": [
-        ("        x, normed = self.ffn_norm.add(x, delta)\n", "        x = x + delta[0]\n")
-    ],
-}
-
-
-def edited(edits) -> str:
-    text = (ROOT / "model.py").read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
-
-
 def model_of(text: str, **keys):
     module = ModuleType("changed_model")
     exec(compile(text, "model.py", "exec"), module.__dict__)
@@ -139,38 +87,8 @@ def model_of(text: str, **keys):
 
 @pytest.fixture(scope="module")
 def runs(dataset, tmp_path_factory):
-    """{(model, strategy, batch_size): out_dir}, of runs with the same 8 sequences in each iteration."""
-    models = {example: (changed(example), keys) for example, keys in EXAMPLES.items()}
-    models |= {name: (edited(edits), {}) for name, edits in OTHERS.items()}
-    models[TORCHS] = edited(OTHERS[TORCHS]), {"dtype": "bfloat16"}
-    commands = {}
-    for name, (text, keys) in models.items():
-        folder = tmp_path_factory.mktemp("changed")
-        (folder / "model.py").write_text(text)
-        settings = {**TINY, **keys, "dataset": dataset, "max_iters": 8, "grad_clip": 0.5, "weight_decay": 0.1}
-        write_config(folder / "run.py", **settings)
-        for strategy, flags in {"alone": [], **STRATEGIES}.items():
-            for batch, steps in [(8, 1), (2, 4)] if strategy == "alone" else DIVISIONS:
-                sizes = f"--batch_size={batch}", f"--gradient_accumulation_steps={steps}"
-                out = folder / f"{strategy}-{batch}"
-                command = [folder / "model.py", folder / "run.py", *flags, *sizes, f"--out_dir={out}"]
-                if strategy != "fsdp" or name not in (NUMBER, LAYER):
-                    commands[name, strategy, batch] = command
-                if name in (FROZEN, NUMBER) and (strategy, batch) == ("zero1", 2):
-                    commands[name, "half", batch] = [*command, f"--out_dir={out}-halves", "--max_iters=4"]
-                    commands[name, "both halves", batch] = [*commands[name, "half", batch][:-1], RESUME]
-    worker = "tests/support/changed_model_worker.py"
-    for processes in (1, 2):
-        group = [command for key, command in commands.items() if (key[1] == "alone") == (processes == 1)]
-        run_in_one_launch(tmp_path_factory.mktemp("launch"), group, processes, worker=worker)
-    return {key: out_dir(command) for key, command in commands.items() if key[1] != "half"}
-
-
-RESUME = "--init_from=resume"
-
-
-def out_dir(command) -> Path:
-    return [Path(flag.removeprefix("--out_dir=")) for flag in command[2:] if flag.startswith("--out_dir")][-1]
+    settings = {**TINY, "dataset": dataset, "max_iters": 8, "grad_clip": 0.5, "weight_decay": 0.1}
+    return train_changed(tmp_path_factory.mktemp("changed"), [*EXAMPLES, *OTHERS], settings)
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, *OTHERS])
@@ -211,7 +129,7 @@ def test_a_parameter_trains_whatever_it_belongs_to_unless_it_is_frozen(runs, nam
     [
         (OTHERS[NUMBER], "blocks.0.gate has the shape"),
         (
-            [("        self.head = Head(config)\n", SHARED)],
+            [(HEAD, SHARED)],
             "blocks.1.ffn.up.weight and blocks.0.ffn.up.weight are one parameter",
         ),
     ],
