@@ -1,11 +1,12 @@
-"""A model that somebody changes trains alike on one GPU and on two, compiled, in bfloat16."""
+"""A model that somebody changes trains alike in each division of one GPU and of two, compiled, in bf16."""
 
 import pytest
 import torch
 from support.changed_models import EXAMPLES, LAYER, OTHERS, TORCHS, train_changed
 from support.helpers import SMALL, last_run, make_dataset
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = pytest.mark.gpu
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 NAMES = [
     TORCHS,
@@ -17,11 +18,12 @@ NAMES = [
 ]
 
 
-def test_a_changed_model_trains_alike_on_one_gpu_and_two(tmp_path):
+@pytest.mark.parametrize("most", [1, pytest.param(2, marks=TWO_GPUS)])
+def test_a_changed_model_trains_alike_in_each_division(tmp_path, most):
     assert set(NAMES) <= {*EXAMPLES, *OTHERS}
     dataset = make_dataset(tmp_path / "tokens", train_tokens=200_000)
     settings = {**SMALL, "dataset": str(dataset), "max_iters": 6, "grad_clip": 0.5, "learning_rate": 1e-3}
-    outs = train_changed(tmp_path, NAMES, settings)
+    outs = train_changed(tmp_path, NAMES, settings, most)
     for (name, *division), out in outs.items():
         rows, alone = (last_run(path)["training_iterations"] for path in (out, outs[name, "alone", 8]))
         for row, wanted in zip(rows, alone, strict=True):

@@ -73,8 +73,9 @@ def models() -> dict[str, tuple[str, dict]]:
     return found
 
 
-def train_changed(folder: Path, names, settings: dict) -> dict[tuple[str, str, int], Path]:
-    """{(model, strategy, batch_size): out_dir}, of runs with the same 8 sequences in each iteration."""
+def train_changed(folder: Path, names, settings: dict, most: int = 2) -> dict[tuple[str, str, int], Path]:
+    """{(model, strategy, batch_size): out_dir}, of runs with the same 8 sequences in each iteration, and with
+    at most so many processes."""
     outs: dict[tuple[str, str, int], Path] = {}
     commands: dict[int, list] = {1: [], 2: []}  # by processes
     for number, name in enumerate(names):
@@ -84,7 +85,8 @@ def train_changed(folder: Path, names, settings: dict) -> dict[tuple[str, str, i
         (place / "model.py").write_text(text)
         write_config(place / "run.py", **{**settings, **keys})
         strategies = {} if name in (NUMBER, LAYER) else {"fsdp": STRATEGIES["fsdp"]}
-        strategies = {"alone": [], "ddp": [], "zero1": STRATEGIES["zero1"], **strategies}
+        strategies = {"ddp": [], "zero1": STRATEGIES["zero1"], **strategies} if most > 1 else {}
+        strategies = {"alone": [], **strategies}
         for strategy, flags in strategies.items():
             processes = 1 if strategy == "alone" else 2
             for batch, steps in DIVISIONS[processes]:
@@ -96,6 +98,6 @@ def train_changed(folder: Path, names, settings: dict) -> dict[tuple[str, str, i
                     half = [*command, f"--out_dir={place / 'halves'}", "--max_iters=4"]
                     commands[processes] += [half, [*half[:-1], RESUME]]
                     outs[name, "both halves", batch] = place / "halves"
-    for processes, group in commands.items():
+    for processes, group in list(commands.items())[:most]:
         run_in_one_launch(folder, group, processes, worker="tests/support/changed_model_worker.py")
     return outs
