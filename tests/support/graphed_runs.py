@@ -59,7 +59,7 @@ def build(dataset, world: World | None = None, **keys) -> Parts:
     model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
-    optimizer = build_optimizer(strategy.shards, config)
+    optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
     loss_scale = LossScale(config.dtype == "float16", world.device)
     guard = UpdateGuard(config, world.device)
     step = EagerStep(strategy, optimizer, loss_scale, config, guard, low_precision=low_precision)

@@ -44,8 +44,14 @@ def matrices_of(name: str, weight: torch.Tensor, model: ModelConfig) -> list[tor
     return [weight]
 
 
+def shapes_of(name: str, weight: torch.Tensor, model: ModelConfig) -> list[torch.Size]:
+    """Of matrices_of(). Reads the shape of the weight alone: FSDP's weights are gathered by any operation."""
+    whole = torch.empty(weight.shape, device="meta")
+    return [matrix.shape for matrix in matrices_of(name, whole, model)]
+
+
 def orthogonalization_flops(name: str, weight: torch.Tensor, model: ModelConfig) -> int:
-    return sum(nominal_flops(*matrix.shape) for matrix in matrices_of(name, weight, model))
+    return sum(nominal_flops(*shape) for shape in shapes_of(name, weight, model))
 
 
 class Muon(torch.optim.Optimizer):
@@ -66,6 +72,7 @@ class Muon(torch.optim.Optimizer):
         self.model, self.dtype = config.model_config(), DTYPES[config.dtype]
         costs = [orthogonalization_flops(s.name, s.parameter, self.model) for s in shards]
         self.owners = Owners(shards, costs, group)
+        self.scales = {s.name: rms_scale(shapes_of(s.name, s.parameter, self.model)[0]) for s in shards}
         for shard in shards:
             step = torch.zeros((), dtype=torch.float32, device=shard.local.device)
             momentum = torch.zeros_like(shard.local, dtype=torch.float32)
@@ -77,8 +84,7 @@ class Muon(torch.optim.Optimizer):
         rate, grad_scale, found_inf = on_device(self, group, self.shards[0].local.device)
         steps = [self.state[shard.local]["step"] for shard in self.shards]
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-        blends = [self._blend(shard, grad_scale, found_inf) for shard in self.shards]
-        wholes = self.owners.gather(blends)
+        wholes = self.owners.gather([self._blend(shard, grad_scale, found_inf) for shard in self.shards])
         self._orthogonalize(wholes)
         for shard, direction in zip(self.shards, self.owners.scatter(wholes), strict=True):
             self._apply(shard, direction, rate, group["weight_decay"], found_inf)
@@ -101,9 +107,9 @@ class Muon(torch.optim.Optimizer):
         """In place. Matrices of one shape are computed together."""
         by_shape: dict[torch.Size, list[tuple[torch.Tensor, float]]] = {}
         for i, whole in wholes.items():
-            matrices = matrices_of(self.shards[i].name, whole, self.model)
-            for part in matrices:  # _apply() scales the whole weight as its first matrix wants it
-                by_shape.setdefault(part.shape, []).append((part, rms_scale(part) / rms_scale(matrices[0])))
+            name = self.shards[i].name
+            for part in matrices_of(name, whole, self.model):  # _apply() scales all as the first one wants it
+                by_shape.setdefault(part.shape, []).append((part, rms_scale(part.shape) / self.scales[name]))
         for shape, parts in by_shape.items():
             # a CPU's bf16 products have other bits in a batch of another size
             count = max(1, BATCH // shape.numel()) if parts[0][0].is_cuda else 1
@@ -116,8 +122,7 @@ class Muon(torch.optim.Optimizer):
         self, shard: Shard, direction: torch.Tensor, rate: torch.Tensor, decay: float, found_inf: torch.Tensor
     ) -> None:
         weight, rounding = shard.local, self.roundings.get(shard.local)
-        step = self.state[weight]["step"]
-        scale = rms_scale(matrices_of(shard.name, shard.parameter, self.model)[0])
+        step, scale = self.state[weight]["step"], self.scales[shard.name]
         if weight.is_cuda:
             from ops.triton_kernels.muon import triton_apply
 
@@ -132,9 +137,9 @@ class Muon(torch.optim.Optimizer):
         weight.copy_(torch.where(found_inf > 0, weight, new.to(weight.dtype)))
 
 
-def rms_scale(matrix: torch.Tensor) -> float:
+def rms_scale(shape: torch.Size) -> float:
     """Makes RMS the root of the mean square of an orthogonal matrix's elements."""
-    return RMS * max(matrix.shape) ** 0.5
+    return RMS * max(shape) ** 0.5
 
 
 class MuonAndAdamW:
