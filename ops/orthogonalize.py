@@ -40,14 +40,17 @@ FIRST_STEPS = 2  # on the first G
 
 
 def orthogonalize(
-    matrices: list[torch.Tensor], coefficients: Coefficients = POLAR_EXPRESS, margin: float = MARGIN
+    matrices: list[torch.Tensor],
+    coefficients: Coefficients = POLAR_EXPRESS,
+    margin: float = MARGIN,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """B matrices (M, N) of one shape and dtype -> (B, M, N) in that dtype: their orthogonal factors, whose
-    rows, or columns if M > N, are nearly orthonormal."""
+    """B matrices (M, N) of one shape and dtype -> (B, M, N) in dtype (None: theirs): their orthogonal
+    factors, whose rows, or columns if M > N, are nearly orthonormal."""
     # one reduction a matrix, so that the order of its additions does not depend on the others
     norms = torch.stack(torch._foreach_norm(matrices, 2, dtype=torch.float32))
     divisors = (norms * margin).clamp(min=LEAST_NORM)[:, None, None]
-    x = matrices[0].new_empty(len(matrices), *matrices[0].shape)
+    x = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=dtype)
     for matrix, divisor, to in zip(matrices, divisors, x, strict=True):
         torch.div(matrix, divisor, out=to)
     shorter, longer = sorted(matrices[0].shape)

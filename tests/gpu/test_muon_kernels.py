@@ -1,5 +1,7 @@
 """Muon's kernels against their plain forms, its updates in captured graphs, and its bits over two GPUs."""
 
+import json
+
 import pytest
 import torch
 from support.graphed_runs import ON_GPU, build, captured, same, train, weights
@@ -12,6 +14,7 @@ from support.helpers import (
     torchrun_command,
     write_config,
 )
+from support.muon_directions import assert_direction_of_float32, gradient_of_size
 
 from ops.orthogonalize import orthogonalize, symmetric_product
 from ops.quantization.random_bits import bf16_stochastically, weight_key
@@ -85,6 +88,11 @@ def test_the_blend_is_nesterov_s_and_a_skipped_update_keeps_the_momentum(gradien
     torch.testing.assert_close(blend.float(), wanted, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("rms", [1e3, 1e-7, 1e-9])
+def test_float16_has_the_direction_of_float32_for_gradients_of_any_size(rms):
+    assert_direction_of_float32(gradient_of_size(rms).cuda(), "float16")
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("start", [None, 0, 13])
 def test_a_weight_is_updated_rounded_and_copied_in_one_pass(stored, start):
@@ -148,3 +156,13 @@ def test_ddp_and_zero1_make_the_same_weights_on_two_gpus(tmp_path, dataset):
     )
     kept = [name for name in ddp if name.startswith(("model.", "optimizer."))]
     assert [name for name in kept if not torch.equal(ddp[name], zero1[name])] == []
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_an_update_only_sends_rows_to_owners_and_back(tmp_path, dataset, strategy):
+    """As on a CPU, tests/runs/test_collectives.py: FSDP gathers no weight for it."""
+    config = write_config(tmp_path / "run.py", **{**TINY, **ON_GPU, "dataset": dataset})
+    (output,) = launch([[*torchrun_command(2), "tests/support/collectives_worker.py", config]])
+    found = json.loads(output.splitlines()[-1])
+    assert found[f"{strategy} muon"] == found[f"{strategy} adamw"] | {"alltoall_base": 2}

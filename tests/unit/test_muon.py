@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.graphed_runs import build
 from support.helpers import TINY, make_dataset
+from support.muon_directions import assert_direction_of_float32, gradient_of_size
 
 import model_builder
 from common.errors import UserError
@@ -183,6 +184,13 @@ def test_gate_and_up_are_orthogonal_each_and_scaled_each(dataset):
         for part in muon.matrices_of(name, before[name] - shards[name].local.detach(), config):
             values = torch.linalg.svdvals(part) / (0.2 * max(part.shape) ** 0.5)
             assert 0.84 < values.min() and values.max() < 1.16, (name, part.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rms", [1e3, 1e-7, 1e-9])
+def test_gradients_of_any_size_have_the_direction_of_float32_s(dtype, rms):
+    """Of 1e-7, most have no digit in float16."""
+    assert_direction_of_float32(gradient_of_size(rms), dtype)
 
 
 def test_a_skipped_update_leaves_every_bit_and_gradients_are_unscaled(dataset):

@@ -73,6 +73,8 @@ def _muons_moment(s: Sizes, end_of_backward: Moment) -> Moment:
     """Updates of its matrices on their way to an owner and back, and a batch that is orthogonalized, with its
     copies (training/optimization/muon.py)."""
     sent = 3 if s.adam_shards > 1 else 1  # this rank's rows; received, and joined
+    if s.config.dtype == "float16":  # in float32; what is computed of them is another tensor
+        sent = 6 if s.adam_shards > 1 else 3
     batch = 4 * min(BATCH, s.muons)
     return end_of_backward | {"Muon's updates": s.compute * (sent * s.muons / s.adam_shards + batch)}
 

@@ -9,6 +9,9 @@ are q, k and v, which are one weight here, and gate and up, whose rows alternate
 Shards stay as AdamW has them: the momentum has the rows of its weight. Only blends travel, in the compute
 dtype, to the owner of a matrix, and directions back (training/strategies/owners.py). Under DDP every rank
 orthogonalizes all. Equal gradients give equal bits for any strategy and number of ranks.
+
+float16 cannot hold small gradients. So blends travel in float32 there, and a matrix is rounded to float16
+once its norm is divided out.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([shard.local for shard in shards], settings)
         self.shards, self.roundings, self.momentum = shards, roundings, config.muon_momentum
         self.model, self.dtype = config.model_config(), DTYPES[config.dtype]
+        self.blend_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         costs = [orthogonalization_flops(s.name, s.parameter, self.model) for s in shards]
         self.owners = Owners(shards, costs, group)
         self.scales = {s.name: rms_scale(shapes_of(s.name, s.parameter, self.model)[0]) for s in shards}
@@ -86,22 +90,23 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
         wholes = self.owners.gather([self._blend(shard, grad_scale, found_inf) for shard in self.shards])
         self._orthogonalize(wholes)
-        for shard, direction in zip(self.shards, self.owners.scatter(wholes), strict=True):
+        directions = {i: whole.to(self.dtype) for i, whole in wholes.items()}
+        for shard, direction in zip(self.shards, self.owners.scatter(directions), strict=True):
             self._apply(shard, direction, rate, group["weight_decay"], found_inf)
 
     def _blend(self, shard: Shard, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
-        """Updates the momentum. Nesterov's blend of it and the gradient, in the compute dtype."""
+        """Updates the momentum. Nesterov's blend of it and the gradient, in blend_dtype."""
         momentum = self.state[shard.local]["momentum"]
         if momentum.is_cuda:
             from ops.triton_kernels.muon import triton_blend
 
-            blend = torch.empty_like(momentum, dtype=self.dtype)
+            blend = torch.empty_like(momentum, dtype=self.blend_dtype)
             triton_blend(shard.grad, momentum, blend, self.momentum, grad_scale, found_inf)
             return blend
         gradient = shard.grad.float() / grad_scale
         new = momentum.lerp(gradient, 1 - self.momentum)
         momentum.copy_(torch.where(found_inf > 0, momentum, new))
-        return gradient.lerp(new, self.momentum).to(self.dtype)
+        return gradient.lerp(new, self.momentum).to(self.blend_dtype)
 
     def _orthogonalize(self, wholes: dict[int, torch.Tensor]) -> None:
         """In place. Matrices of one shape are computed together."""
@@ -114,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             # a CPU's bf16 products have other bits in a batch of another size
             count = max(1, BATCH // shape.numel()) if parts[0][0].is_cuda else 1
             for some in (parts[i : i + count] for i in range(0, len(parts), count)):
-                results = orthogonalize([part for part, _ in some])
+                results = orthogonalize([part for part, _ in some], dtype=self.dtype)
                 for (part, scale), result in zip(some, results, strict=True):
                     part.copy_(result if scale == 1 else result * scale)
 
