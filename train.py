@@ -75,7 +75,7 @@ from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
 from training.pretrained.reading import begin_with_weights
 from training.pretrained.settings import load_run_config
-from training.process.agreement import check_same_settings
+from training.process.agreement import check_machines, check_same_settings
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.launch import check_launch, launch_info
 from training.process.redaction import redact
@@ -291,6 +291,7 @@ def join_ranks(config: TrainConfig, watchdog: Watchdog) -> tuple[World, Path]:
     world = init_world(config, watchdog.meet())
     watchdog.join(world)
     check_same_settings(config, world)
+    check_machines(config, world)
     return world, open_log(config, world)
 
 

@@ -3,15 +3,16 @@
     FAULT="what who where" fault_worker.py CONFIG [--key=value ...]
 
 what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a memory access of the GPU),
-'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too),
-'orphan' (SIGKILL, to its torchrun alone, and it hangs itself);
+'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'hold' (the interpreter lock), 'node'
+(SIGKILL, to its torchrun, too), 'orphan' (SIGKILL, to its torchrun alone, and it hangs itself);
 who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
 where: an iteration, 'evaluation', 'saving', 'start', 'hashing' or 'import'. Only in the first attempt.
 FAULT_ONCE: a file that the fault makes, and happens no more: an agent that restarts because another one did
 counts no restart.
-DEAD_TICKS: seconds of silence before the ranks have joined, after which a rank is taken for dead.
+HOLD_SECONDS: of 'hold'. SAY_TICKS: before the first line about the ranks that are waited for.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from training import evaluation as evaluate
 from training import inputs
 from training.batches import loader as loader_module
 from training.checkpoints import saver
-from training.faults import liveness
+from training.faults import watchdog
 from training.process.exit_status import leave_now
 from training.process.launch import launch_info, restart_count
 
@@ -50,6 +51,9 @@ def happen(what: str, who: str) -> None:
         raise ValueError(f"a fault of rank {rank}")
     if what == "oom":
         raise torch.OutOfMemoryError("Tried to allocate too much")
+    if what == "hold":
+        ctypes.PyDLL(None).sleep(int(os.environ["HOLD_SECONDS"]))
+        return
     if what == "exit0":
         os._exit(0)
     if what == "node":
@@ -120,7 +124,7 @@ def after(owner, name: str, action) -> None:
 
 
 if __name__ == "__main__":
-    liveness.DEAD_TICKS = int(os.environ.get("DEAD_TICKS", liveness.DEAD_TICKS))
+    watchdog.SAY_TICKS = int(os.environ.get("SAY_TICKS", watchdog.SAY_TICKS))
     if os.environ.get("FAULT") and restart_count() == 0:
         install(*os.environ["FAULT"].split())
     leave_now(train.run(sys.argv[1:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -11,32 +13,39 @@ from common.errors import UserError
 from model import Attend, Transformer, manual_attention
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.saved_state import SavedState, read_state
-from training.checkpoints.tensor_files import Part
+from training.checkpoints.tensor_files import Part, Place
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import WEIGHT, Progress, TrainState, whole_parts
-from training.checkpoints.verification import damage, damaged, open_tensors
+from training.checkpoints.verification import damage, damaged, open_tensors, read_parts
 from training.process.agreement import agree
+from training.process.world import gather_objects
+
+Result = TypeVar("Result")
 
 
 def load_checkpoint(folder: Path, state: TrainState, without_optimizer: bool = False) -> Progress:
     """Loads a verified checkpoint into the tensors of `state`, bit for bit. without_optimizer: the weights
     alone, not what the optimizer keeps of them. All ranks. Raises UserError, on every rank if on any."""
-    saved, optional = agree(state.world, _load_state, folder, state, without_optimizer)
+    world = state.world
+    # with a file for each rank, a million headers would be read if every rank read all of them
+    mine = agree(world, _checked, folder, read_parts, folder, world.rank, world.size)
+    parts = [part for share in gather_objects(mine, world) for part in share]
+    saved, optional = agree(world, _load_state, folder, parts, state, without_optimizer)
     state.after_load(optional)
     return saved
 
 
 def _load_state(
-    folder: Path, state: TrainState, without_optimizer: bool
+    folder: Path, parts: list[tuple[Part, Place]], state: TrainState, without_optimizer: bool
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """What the checkpoint says, and those of the optional tensors that it has."""
-    saved, reader = _open(folder)
+    saved, reader = _open(folder, parts)
     there = {name: whole.shape for name, whole in reader.wholes.items()}
     optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
-    parts = state.parts()
+    tensors = state.parts()
     if without_optimizer:
-        parts = {part: tensor for part, tensor in parts.items() if part.name.startswith(WEIGHT)}
-    _load(folder, reader, parts | whole_parts(optional))
+        tensors = {part: tensor for part, tensor in tensors.items() if part.name.startswith(WEIGHT)}
+    _load(folder, reader, tensors | whole_parts(optional))
     return saved, optional
 
 
@@ -69,10 +78,15 @@ def verified_checkpoint(out_dir: Path, which: str) -> Path:
     return folder
 
 
-def _open(folder: Path) -> tuple[SavedState, TensorFiles]:
+def _open(folder: Path, parts: list[tuple[Part, Place]] | None = None) -> tuple[SavedState, TensorFiles]:
+    saved = _checked(folder, read_state, folder)
+    return saved, _checked(folder, open_tensors, folder, saved, parts)
+
+
+def _checked(folder: Path, action: Callable[..., Result], *arguments: object) -> Result:
+    """action(*arguments), which reads this checkpoint. Raises UserError if it finds damage."""
     try:
-        saved = read_state(folder)
-        return saved, open_tensors(folder, saved)
+        return action(*arguments)
     except UserError:
         raise
     except (ValueError, OSError) as error:

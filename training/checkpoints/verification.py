@@ -27,7 +27,7 @@ from training.checkpoints.saved_state import (
     file_of,
     read_state,
 )
-from training.checkpoints.tensor_files import SUFFIX, Part, read_header
+from training.checkpoints.tensor_files import SUFFIX, Part, Place, read_header
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import MOMENTUM, SCALES
 from training.process.agreement import from_main
@@ -134,11 +134,19 @@ def _content_problems(folder: Path) -> list[str]:
     return []
 
 
-def open_tensors(folder: Path, saved: SavedState) -> TensorFiles:
-    """A reader of the folder's tensors, with their rows in the order of FORMAT. Files that the manifest does
-    not list are ignored. Raises ValueError or OSError."""
-    paths = [file_of(folder, name) for name in recorded_files(folder) if name.endswith(SUFFIX)]
-    parts = [item for path in paths for item in read_header(path).items()]
+def read_parts(folder: Path, share: int = 0, shares: int = 1) -> list[tuple[Part, Place]]:
+    """What is where in this share of the folder's files of tensors: of those that the manifest lists. Raises
+    ValueError or OSError."""
+    names = sorted(name for name in recorded_files(folder) if name.endswith(SUFFIX))[share::shares]
+    return [item for name in names for item in read_header(file_of(folder, name)).items()]
+
+
+def open_tensors(
+    folder: Path, saved: SavedState, parts: list[tuple[Part, Place]] | None = None
+) -> TensorFiles:
+    """A reader of the folder's tensors, with their rows in the order of FORMAT. parts: those of all files, if
+    they have been read. Raises ValueError or OSError."""
+    parts = read_parts(folder) if parts is None else parts
     if saved.format != HALVES_FORMAT or saved.model_config.ffn_type != "swiglu":
         return TensorFiles(parts)
     names = {part.name for part, _ in parts}  # of weights, biases and their moments

@@ -1,35 +1,39 @@
 """Finds out which other ranks have ended, and which one the others wait for. It uses no collective, because
-it is needed when a collective does not return, and before there is a process group. Processes of this machine
-are checked by process id, and every rank writes its progress into torchrun's store, from its first second.
+it is needed when a collective does not return, and before there is a process group. A rank has ended if its
+connection is closed (training/faults/connections.py): rank 0 notices all others' end, and they rank 0's.
 
-Until all ranks have joined, a rank whose progress does not change is taken for dead: rank 0 looks at all
-others, and they look at rank 0. The clocks of two machines are never compared: each reader counts its own
-ticks, in which it was not suspended itself, since a value changed.
+Every rank writes its progress into torchrun's store, from its first second. Until all ranks have joined, rank
+0 looks at all others, and they look at rank 0: one that is not there, or silent, is late and not dead. The
+clocks of two machines are never compared: each reader counts its own ticks, in which it was not suspended
+itself, since a value changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from common.processes import is_running
+from training.faults.connections import accept_ranks, address_towards, hold, listen
 from training.process.exit_status import within
 from training.process.launch import is_launched, launch_info, machine_number, machine_size, store_address
-from training.process.world import NO_LIMIT, another_connection, meet
+from training.process.world import NO_LIMIT, another_connection, meet, torchrun_has_left
+
+log = logging.getLogger("nanomfu")
 
 SILENCE_SECONDS = 3  # a rank that has published nothing for so long is silent
-DEAD_TICKS = 50  # before all have joined, a rank that is silent for so long is taken for dead
 ANSWER_TIMEOUT_S = 3.0  # for torchrun's store; torchrun may be stopped, or its machine gone
 MEET_TIMEOUT_S = 10.0  # for rank 0, if this rank has failed before it has met it
 TELL_SECONDS = 3.0  # in which every rank looks at least twice for a reason to end
@@ -46,16 +50,6 @@ Answer = TypeVar("Answer")
 class Process(NamedTuple):
     host: str  # a name for messages: two machines may have the same
     pid: int
-    machine: int  # the number of the torchrun that started it
-    namespace: str  # processes with the same machine and namespace see each other's ids
-
-
-def this_process() -> Process:
-    namespace = ""
-    with contextlib.suppress(OSError):  # this is not Linux
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return Process(socket.gethostname(), os.getpid(), machine_number()[0], namespace)
 
 
 class Liveness:
@@ -65,12 +59,13 @@ class Liveness:
         self.rank, local_rank, self.size = launch_info() if is_launched() else (0, 0, 1)
         first = self.rank - local_rank
         self.local_ranks = range(first, first + machine_size())  # torchrun numbers them so
-        self.processes = {self.rank: this_process()}  # those that are known
+        # those that are known
+        self.processes = {self.rank: Process(socket.gethostname(), os.getpid())}
         self.joined = False
-        self.quiet: Counter[int] = Counter()  # ticks since the progress of a rank changed
+        self.silent: Counter[int] = Counter()  # ticks since the progress of a rank changed
         self.last: dict[int, bytes] = {}  # its progress then
+        self.lost: set[int] = set()  # ranks whose connection to this one is closed
         self.over: str | None = None  # the first reason that any rank gave to end all
-        self.unanswered = 0  # ticks without rank 0, or without an answer of the store
         self.broken = False  # whether the connection to the store is closed; it never opens again
         self.store: dist.Store | None = None
         self.met = threading.Event()  # set when there is a store
@@ -80,17 +75,31 @@ class Liveness:
             threading.Thread(target=self._meet, name="meet", daemon=True).start()
 
     def _meet(self) -> None:
-        """In a thread, as it waits for torchrun and for rank 0."""
+        """In a thread, as it waits for torchrun and for rank 0, and then watches the connections."""
+        host, port = store_address()
         try:
             store = meet(self.rank, about=json.dumps(self.processes[self.rank]))
-            for rank in self._watched():  # so that there is something to read, also from the dead
-                store.compare_set(f"progress/{rank}", "", "")
+            if self.rank == 0:
+                for rank in range(self.size):  # so that there is something to read, also of the dead
+                    store.compare_set(f"process/{rank}", "", "")
+                    store.compare_set(f"progress/{rank}", "", "")
+                listener, token = listen(self.size), uuid.uuid4().hex
+                own = address_towards(host, port), listener.getsockname()[1], token
+                store.set("rank 0 listens", json.dumps(own))
+            address, listens_at, token = json.loads(store.get("rank 0 listens"))
             store.set(f"progress/{self.rank}", "0 -1 starting")
             self.processes[0] = Process(*json.loads(store.get("process/0")))
             self.store = store
             self.met.set()
-        except RuntimeError:  # rank 0's torchrun has ended meanwhile
+        except RuntimeError:  # a torchrun has ended meanwhile
             self.broken = True
+            return
+        greetings = {f"{token} {rank}".encode(): rank for rank in range(1, self.size)}
+        if self.rank == 0:
+            accept_ranks(listener, greetings, self.lost)
+        elif not hold([host, address], listens_at, f"{token} {self.rank}".encode(), self.lost):
+            ways = f"{host} or {address}, port {listens_at}"
+            log.warning(f"rank {self.rank} cannot connect to rank 0 ({ways}): the end of either is seen late")
 
     def wait_for_all(self) -> dist.Store | None:
         """Returns when all ranks have called this: the store through which they can join. The watchdog ends
@@ -116,18 +125,21 @@ class Liveness:
 
     def leave(self) -> None:
         """This rank has done its work, without joining."""
+        self.met.wait(MEET_TIMEOUT_S if self.size > 1 else 0)
         self._try(lambda store: store.set(f"progress/{self.rank}", ENDED.decode()))
+        self._try(lambda store: store.set("left", self.name(self.rank)))
 
     def name(self, rank: int) -> str:
         """As messages name it, with its machine and process."""
-        if rank not in self.processes:
-            return f"rank {rank}"
-        return f"rank {rank} ({self.processes[rank].host}, process {self.processes[rank].pid})"
+        if rank in self.processes:
+            return f"rank {rank} ({self.processes[rank].host}, process {self.processes[rank].pid})"
+        here, machines = machine_size(), machine_number()[1]
+        numbered = machines > 1 and here * machines == self.size  # as many processes on each machine
+        return f"rank {rank} of machine {rank // here}" if numbered else f"rank {rank}"
 
     def gone(self) -> list[int]:
-        """Ranks of this machine whose process has ended, for any reason but that its work is done."""
-        self._find(self.local_ranks)
-        ended = [rank for rank in self._here() if not is_running(self.processes[rank].pid)]
+        """Ranks whose process has ended, for any reason but that its work is done."""
+        self._find(ended := sorted(self.lost))
         return [rank for rank in ended if self.joined or self._get(f"progress/{rank}") != ENDED]
 
     def is_first_here(self) -> bool:
@@ -135,15 +147,16 @@ class Liveness:
         return not any(is_running(self.processes[rank].pid) for rank in self._here() if rank < self.rank)
 
     def _here(self) -> list[int]:
-        place = self.processes[self.rank][2:]
-        others = list(self.processes.items())  # as two threads add to it
-        return [rank for rank, one in others if rank != self.rank and one[2:] == place]
+        """The other ranks of this machine that have said which process they are."""
+        self._find(self.local_ranks)
+        return [rank for rank in self.local_ranks if rank in self.processes and rank != self.rank]
 
     def _find(self, ranks: Iterable[int]) -> None:
         """Reads which processes these ranks are, as far as they have said it."""
-        for rank in ranks:
-            if rank not in self.processes and (found := self._get(f"process/{rank}")):
-                self.processes[rank] = Process(*json.loads(found))
+        if unknown := [rank for rank in ranks if rank not in self.processes]:
+            for rank, found in zip(unknown, self._read("process", unknown), strict=True):
+                if found:
+                    self.processes[rank] = Process(*json.loads(found))
 
     def publish(self, ticks: int, iteration: int, phase: str) -> None:
         """Writes this rank's progress. `ticks` grows as long as the process is alive."""
@@ -161,55 +174,37 @@ class Liveness:
     def _watched(self) -> range:
         return range(1, self.size) if self.rank == 0 else range(1)
 
-    def dead(self) -> str | None:
-        """Before all have joined: which rank, machine or store is taken for dead. Called once a tick."""
+    def why_not_all_join(self, ready: bool) -> str | None:
+        """Before all have joined: who can never join. Called once a tick. ready: whether this rank waits."""
         if self.size == 1 or self.joined:
             return None
-        watched, found = self._watched(), None
-        if self.met.is_set():
-            found = self._try(lambda store: store.multi_get([f"progress/{rank}" for rank in watched]))
-        self.unanswered = 0 if found else self.unanswered + 1
-        if self.broken or self.unanswered >= DEAD_TICKS:
+        if self.broken:
             return self.store_is_lost()
-        for rank, value in zip(watched, found or [], strict=False):
-            changed = value != self.last.get(rank, b"") or value == ENDED
-            self.quiet[rank] = 0 if changed else self.quiet[rank] + 1
-            self.last[rank] = value
-        silent = [rank for rank in watched if self.quiet[rank] >= DEAD_TICKS]
-        return self._describe_dead(silent) if silent else None
+        if ready and (left := self._get("left")):
+            return f"{left.decode()} has ended without joining (a dry run?): start all with the same flags"
+        watched = self._watched()
+        for rank, value in zip(watched, self._read("progress", watched), strict=True):
+            before = self.last.get(rank, b"")
+            self.last[rank] = value or before
+            self.silent[rank] = self.silent[rank] + 1 if self.last[rank] == before else 0
+        if self.rank or not self._try(torchrun_has_left):
+            return None
+        return f"a torchrun has ended before all ranks had joined ({self.late()}); {SAYS_WHY}"
 
     def store_is_lost(self) -> str:
         what = "does not answer" if self.met.is_set() else "has had no word of rank 0"
+        host, port = store_address()
+        first = self.name(0) if 0 in self.processes else "rank 0"
         return (
-            f"torchrun's store, {store_address()}, {what}: torchrun of the machine of {self.name(0)} has "
-            f"ended, or that machine is gone; {SAYS_WHY}"
+            f"torchrun's store, {host}:{port}, {what}: torchrun of the machine of {first} has ended, or that "
+            f"machine is gone; {SAYS_WHY}"
         )
 
-    def _describe_dead(self, silent: list[int]) -> str | None:
-        self._find(self._watched())
-        if known := [rank for rank in silent if rank in self.processes]:
-            doing = _parse(self.last[known[0]])[2]
-            return (
-                f"{self._names(known, in_full=True)} silent for {DEAD_TICKS} s before all ranks had joined "
-                f"({doing}): killed or stopped, or the machine is gone; {SAYS_WHY}"
-            )
-        # a rank that is slow to start is left to its torchrun, which is there if another process of it is
-        missing = set(range(machine_number()[1])) - {one.machine for one in self.processes.values()}
-        if not missing:
-            return None
-        return (
-            f"{self._names(silent, in_full=False)} not there after {DEAD_TICKS} s, nor is any other process "
-            f"of torchrun's node {', '.join(map(str, sorted(missing)))}; {SAYS_WHY}"
-        )
-
-    def not_ready(self) -> str | None:
-        """For rank 0 in WAITING: the ranks that it waits for."""
-        late = {rank: _parse(value)[2] for rank, value in self.last.items() if value != ENDED}
-        ranks = [rank for rank, phase in late.items() if phase != WAITING]
-        if not ranks:
-            return None
-        self._find(ranks)
-        return f"{self._names(ranks, in_full=True)} {late[ranks[0]]}"
+    def late(self) -> str:
+        """The ranks that are not ready, of those at which this one looks, and what the first of them does."""
+        late = [rank for rank, value in self.last.items() if _parse(value)[2] != WAITING]
+        self._find(late)
+        return f"{self._names(late)}: {_parse(self.last[late[0]])[2]}" if late else ""
 
     # --- why, and who ---
 
@@ -224,13 +219,18 @@ class Liveness:
             time.sleep(TELL_SECONDS)
 
     def reason_to_end(self) -> str | None:
+        """The first that any rank gave, or a rank that has ended without one."""
         if not self.over and (reason := self._get("over")):
             self.over = reason.decode()
+        if not self.over and (gone := self.gone()):
+            self.over = self.end_all(f"{self._names(gone)} has ended")
         return self.over
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:
         """Describes which ranks the others wait for. The arguments are those of publish(), which it calls
         meanwhile."""
+        if not self.met.is_set():
+            return f"{self.name(0)} is {NEVER_SEEN[2]}"
         first = self._progress()
         for i in range(SILENCE_SECONDS):
             time.sleep(1)
@@ -245,23 +245,25 @@ class Liveness:
         found: list[str] = []
         for (alive, at, doing), ranks in sorted(groups.items(), key=_furthest_behind_first):
             names = self._names(ranks, in_full=len(groups) > 1 and not found)
+            verb = "is" if len(ranks) == 1 else "are"
             state = "alive, in" if alive else "silent, last seen in"
-            found.append(f"{names} {state} {where(at, doing)}")
+            found.append(f"{names} {verb} {state} {where(at, doing)}")
         return "; ".join(found)
 
-    def _names(self, ranks: list[int], in_full: bool) -> str:
+    def _names(self, ranks: list[int], in_full: bool = True) -> str:
         names = [self.name(rank) if in_full else f"rank {rank}" for rank in ranks[:NAMED]]
         more = [f"{len(ranks) - NAMED} more"] if len(ranks) > NAMED else []
-        return f"{', '.join(names + more)} {'is' if len(ranks) == 1 else 'are'}"
+        return ", ".join(names + more)
 
     def _progress(self) -> dict[int, tuple[int, int, str]]:
         """rank -> (ticks, iteration, phase) as last published."""
-        table = {}
-        for rank in range(self.size):
-            value = self._get(f"progress/{rank}")
-            if value:
-                table[rank] = _parse(value)
-        return table
+        found = enumerate(self._read("progress", range(self.size)))
+        return {rank: _parse(value) for rank, value in found if value}
+
+    def _read(self, what: str, ranks: Collection[int]) -> list[bytes]:
+        """What each of the ranks has written, in one question; b"" if nothing."""
+        keys = [f"{what}/{rank}" for rank in ranks]
+        return self._try(lambda store: store.multi_get(keys)) or [b""] * len(keys)
 
     def _get(self, key: str) -> bytes | None:
         """The value of a key, None if it has none. Does not wait for it."""

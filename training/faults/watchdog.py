@@ -58,12 +58,12 @@ TICK_S = 1.0  # between two checks
 PATIENT_ITERATIONS = 12  # the first ones may take start_timeout_minutes each: compilation, CUDA graphs
 SECOND_SIGNAL_S = 1.0  # a Ctrl-C after this time is a second one; before, torchrun repeats the first
 BUSY_SECONDS = 0.02  # of CPU time between two ticks: reading and hashing 20 MB/s
-SAY_TICKS = 30  # between two lines of rank 0 about those that it waits for
+SAY_TICKS = 30  # before the first line about ranks that are waited for; doubled after each
 SAY_TIMEOUT_S = 2.0  # for a line in the log, while the main thread may be blocked in writing one
 SHUTDOWN_TIMEOUT_S = 5.0  # for writing the record and the flight recorder before the process ends
 WHO_TIMEOUT_S = 15.0  # for finding out which ranks are behind
 CAUSE_FIRST_S = 5.0  # torchrun blames the rank that ends first, so a rank that only waited ends later
-NEWS_TIMEOUT_S = 3.0  # after a failed collective, for the news that another rank has ended
+NEWS_TIMEOUT_S = 3.0  # after a failed collective or a signal, for the news that another rank has ended
 LOST_CONTACT = re.compile(
     "gloo|nccl|connection (closed|reset|refused|was)|broken pipe|timed out waiting|socket", re.IGNORECASE
 )
@@ -91,6 +91,7 @@ class Watchdog:
         self.iteration, self.phase = -1, "starting"
         self.patient = True  # whether start_timeout_minutes applies
         self.cpu_seconds = 0.0  # that this process had used at the last tick
+        self.waiting_ticks, self.say_at = 0, SAY_TICKS  # ready to join; at which the next line is due
         self.stalled_seconds = 0.0  # since the last check(), while this process ran
         self.first: int | None = None  # first iteration of this process; None before the loop
         self.stop_asked_at: float | None = None
@@ -126,12 +127,12 @@ class Watchdog:
             self.liveness.tell_all(
                 f"{self.liveness.name(self.liveness.rank)} failed: {type(error).__name__}: {first_line}"
             )
-        elif not self.liveness.joined:
-            self.liveness.leave()
         self.closed.set()
         with contextlib.suppress(BlockingIOError):  # full, so the thread has something to read
             self.wakeup.send(b"\0")
-        self.thread.join(THREAD_TIMEOUT_S)
+        self.thread.join(THREAD_TIMEOUT_S)  # first, as it publishes this rank's progress
+        if not error and not self.liveness.joined:
+            self.liveness.leave()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.handlers_before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -191,9 +192,9 @@ class Watchdog:
         self.phase, self.stalled_seconds, self.final_status = "ending", 0.0, status
 
     def _cause(self, wait_seconds: float) -> str | None:
-        """Why a collective failed, if another rank is the cause. Waits: the news may still be on the way."""
-        until = time.monotonic() + wait_seconds
-        while not (reason := self._why_others_end()) and time.monotonic() < until:
+        """Why this rank must end, if another one is the cause. Waits: the news may still be on the way."""
+        until = time.monotonic() + (wait_seconds if self.liveness.size > 1 else 0)
+        while not (reason := self.liveness.reason_to_end()) and time.monotonic() < until:
             time.sleep(0.2)
         return reason
 
@@ -227,11 +228,11 @@ class Watchdog:
                 leave_now(self.final_status)
             return
         self.liveness.publish(ticks, self.iteration, self.phase)
-        reason = self._why_others_end() or self.liveness.dead()
+        reason = self.liveness.reason_to_end() or self.liveness.why_not_all_join(self.phase == WAITING)
         if reason and not self.closed.is_set():
             self._leave(self.liveness.end_all(reason))
         if not self.liveness.joined:
-            self._look_at_start(ticks)
+            self._look_at_start()
         if is_launched() and os.getppid() != self.launcher and not self.stop_asked_at:
             within(SAY_TIMEOUT_S, log.warning, "torchrun is gone: ending after this iteration")
             self._handle_signal(signal.SIGTERM, "has lost its torchrun")
@@ -240,15 +241,21 @@ class Watchdog:
         if is_limited and self.stalled_seconds > 60 * minutes:
             self._end_hanging_run(minutes, ticks)
 
-    def _look_at_start(self, ticks: int) -> None:
+    def _look_at_start(self) -> None:
         """Before all have joined, a rank that computes has not stalled, as reading a large dataset may take
-        hours; nor has one that waits, as every rank is watched by itself."""
+        hours; one that waits has stalled as long as another is silent."""
         used, self.cpu_seconds = time.process_time() - self.cpu_seconds, time.process_time()
-        if used > BUSY_SECONDS or self.phase == WAITING:
-            self.stalled_seconds = 0.0
-        if self.phase == WAITING and self.liveness.rank == 0 and ticks % SAY_TICKS == 0:
-            if late := self.liveness.not_ready():
-                within(SAY_TIMEOUT_S, log.warning, f"waiting: {late}")
+        if self.phase != WAITING:
+            self.stalled_seconds = 0.0 if used > BUSY_SECONDS else self.stalled_seconds
+            return
+        self.stalled_seconds = max(self.liveness.silent.values(), default=0)
+        self.waiting_ticks += 1
+        if self.waiting_ticks == self.say_at:
+            self.say_at *= 2
+            # rank 0 says it of all others, and one rank of each machine says it of rank 0
+            says_it = self.liveness.rank <= max(self.liveness.local_ranks.start, 1)
+            if says_it and (late := self.liveness.late()):
+                within(SAY_TIMEOUT_S, log.warning, f"waiting for {late}")
 
     def _handle_signal(self, number: int, what: str = "") -> None:
         if number not in STOP_SIGNALS:  # other libraries' handlers write to the same socket
@@ -260,7 +267,8 @@ class Watchdog:
             mine = (
                 f"{self.liveness.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
             )
-            self.liveness.tell_all(self._why_others_end() or f"{mine}: there is nothing to save")
+            news = self._cause(NEWS_TIMEOUT_S if number == signal.SIGTERM else 0)
+            self.liveness.tell_all(news or f"{mine}: there is nothing to save")
             if self.liveness.broken and self.liveness.is_first_here():
                 print_last(f"error: {self.liveness.store_is_lost()}")
             self._leave_with("interrupted", 128 + number)
@@ -272,13 +280,6 @@ class Watchdog:
         if not self.stop_asked_at:
             self.stop_asked_at = time.monotonic()
             within(SAY_TIMEOUT_S, log.info, f"{name}: ending after this iteration")
-
-    def _why_others_end(self) -> str | None:
-        reason = self.liveness.reason_to_end()
-        if reason:
-            return reason
-        gone = self.liveness.gone()
-        return f"{', '.join(map(self.liveness.name, gone))} has ended" if gone else None
 
     def _end_hanging_run(self, minutes: float, ticks: int) -> None:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""

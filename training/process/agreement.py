@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -81,6 +82,21 @@ def check_same_settings(config: TrainConfig, world: World) -> None:
         raise UserError(
             f"the processes of this run were started with different settings: {'; '.join(differing)}. Start "
             "all of them with the same config file and flags"
+        )
+
+
+def check_machines(config: TrainConfig, world: World) -> None:
+    """Raises UserError, on every rank, if machines have different numbers of processes, but must not. All
+    ranks."""
+    if not config.use_fsdp or config.fsdp_sharding != "hybrid":
+        return
+    mine = machine_number()[0], socket.gethostname(), world.local_size
+    machines = sorted(set(gather_objects(mine, world)))
+    if len({processes for _, _, processes in machines}) > 1:
+        listed = ", ".join(f"{count} on machine {number} ({host})" for number, host, count in machines)
+        raise UserError(
+            f"fsdp_sharding='hybrid' needs as many processes on each machine, but there are {listed}; give "
+            "every torchrun the same --nproc_per_node, or set --fsdp_sharding=full"
         )
 
 

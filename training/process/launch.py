@@ -1,5 +1,5 @@
 """What torchrun says of the processes that it started: no other file reads its environment, but
-training/process/world.py the address of its store."""
+training/process/world.py who hosts its store."""
 
 from __future__ import annotations
 
@@ -68,5 +68,6 @@ def launch_record() -> dict | None:
     return {"id": os.environ["TORCHELASTIC_RUN_ID"], "restarts": restart_count()} if is_launched() else None
 
 
-def store_address() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+def store_address() -> tuple[str, int]:
+    """(host, port) of torchrun's store."""
+    return os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)

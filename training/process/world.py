@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import itertools
@@ -20,13 +21,15 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from training.configuration.keys import TrainConfig
-from training.process.launch import launch_info, machine_size
+from training.process.launch import launch_info, machine_size, store_address
 from training.process.torch_build import no_gpu_reason
 
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+CLOSED = b"closed\x94\x88"  # torchrun's pickled state has the attribute `closed`, and it is True
+MEET_PAUSE_S = 0.5  # the longest between two looks for rank 0
 NO_LIMIT = datetime.timedelta(days=365)  # torch must be given some
 # A collective's own timeout comes so much later than the watchdog's, which ends the process first.
 WATCHDOG_FIRST_MINUTES = 2
@@ -116,13 +119,13 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> 
 
     Rank 0 makes up the prefix and confirms it to every rank that asks, in a thread. A prefix that is not
     confirmed comes from a rank 0 that is dead; torchrun's count of restarts differs between machines. The
-    other ranks wait here for rank 0. about: what this rank says of itself, under process/RANK.
+    other ranks wait here for rank 0. about: what this rank says of itself, under process/RANK. Raises
+    RuntimeError if a torchrun ends meanwhile.
     """
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else: torchrun hosts it
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # without waiting for the other ranks: one of them may never come
     store = dist.TCPStore(
-        host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        *store_address(), is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
     mine = uuid.uuid4().hex
     if rank == 0:
@@ -130,15 +133,27 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> 
         store.set("launch", mine)
         threading.Thread(target=_confirm, args=(another_connection(store), mine), daemon=True).start()
         return dist.PrefixStore(mine, store)
-    name = None
+    name, pause = None, 0.02
     while name is None or not store.check([f"{name}/confirmed/{mine}"]):
-        newest = store.get("launch").decode()
+        newest = store.get("launch").decode() if store.check(["launch"]) else name
         if newest != name:
             name = newest
             store.set(f"{name}/asks/{store.add(f'{name}/asking', 1)}", mine)
-        time.sleep(0.02)
+        elif torchrun_has_left(store):
+            raise RuntimeError("a torchrun has ended before rank 0 was there")
+        time.sleep(pause)
+        pause = min(1.1 * pause, MEET_PAUSE_S)
     store.set(f"{name}/process/{rank}", about)
     return dist.PrefixStore(name, store)
+
+
+def torchrun_has_left(store: dist.Store) -> bool:
+    """Whether a torchrun of this run has ended for good, from torchrun's store, or meet()'s. It is known if
+    they keep a membership (--rdzv_backend=c10d): a pickle. Loading it could execute code: it is searched."""
+    if isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    key = f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}"
+    return store.check([key]) and CLOSED in base64.b64decode(store.get(key))
 
 
 def another_connection(store: dist.Store) -> dist.Store:
