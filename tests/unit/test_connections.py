@@ -13,7 +13,7 @@ import pytest
 from support.helpers import ROOT
 
 from training.faults import connections
-from training.faults.connections import WELCOME, accept_ranks, address_towards, hold, listen
+from training.faults.connections import WELCOME, accept_ranks, hold, listen
 
 pytestmark = pytest.mark.dead_rank
 
@@ -23,7 +23,7 @@ RANK = """
 import ctypes, os, sys, threading, time
 from training.faults.connections import hold
 port, greeting, what = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
-threading.Thread(target=hold, args=(["127.0.0.1"], port, greeting, set()), daemon=True).start()
+threading.Thread(target=hold, args=("127.0.0.1", port, greeting, set()), daemon=True).start()
 sys.stdin.readline()
 if what == "fork" and os.fork() == 0:
     time.sleep(60)
@@ -91,7 +91,7 @@ def test_the_end_of_rank_0_is_noticed_by_another_rank():
     code += "accept_ranks(one, {b'token 1': 1}, set())"
     first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lost: set[int] = set()
-    arguments = ["localhost"], int(first.stdout.readline()), b"token 1", lost
+    arguments = "localhost", int(first.stdout.readline()), b"token 1", lost
     holding = threading.Thread(target=hold, args=arguments, daemon=True)
     holding.start()
     time.sleep(0.5)
@@ -111,20 +111,11 @@ def test_a_stranger_is_no_rank_and_another_programs_end_is_no_death(rank_0):
         closes = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
         closes.start()
         mine: set[int] = set()
-        assert not hold(["", "127.0.0.1"], other.getsockname()[1], b"token 1", mine) and not mine
+        assert not hold("127.0.0.1", other.getsockname()[1], b"token 1", mine) and not mine
     with socket.create_connection(("127.0.0.1", port)) as rank:  # it serves on
         rank.sendall(b"token 1")
         assert rank.recv(9) == WELCOME
     assert until(lambda: lost == {1}) and met == {1}
-
-
-def test_a_rank_tries_all_addresses_of_rank_0(rank_0):
-    """torchrun's store may be on another machine than rank 0."""
-    port, met, _ = rank_0
-    arguments = ["256.0.0.1", "127.0.0.1"], port, b"token 5", set()
-    threading.Thread(target=hold, args=arguments, daemon=True).start()
-    assert until(lambda: met == {5})
-    assert address_towards("localhost", 9) in ("127.0.0.1", "::1") and address_towards("256.0.0.1", 9) == ""
 
 
 def test_rank_0_holds_a_thousand_ranks(rank_0):
@@ -161,6 +152,6 @@ def test_a_machine_that_is_lost_is_noticed_within_100_seconds(rank_0, monkeypatc
         seconds.append(idle + interval * count)
 
     monkeypatch.setattr(connections, "_keep_alive", told)
-    arguments = ["127.0.0.1"], port, b"token 2", set()
+    arguments = "127.0.0.1", port, b"token 2", set()
     threading.Thread(target=hold, args=arguments, daemon=True).start()
     assert until(lambda: len(seconds) == 2) and all(60 < one < 100 for one in seconds)

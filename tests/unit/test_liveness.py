@@ -16,7 +16,7 @@ from training.faults import liveness as module
 from training.faults import watchdog as watchdog_module
 from training.faults.liveness import WAITING, Liveness, Process
 from training.faults.watchdog import BUSY_SECONDS, Watchdog
-from training.process.world import torchrun_has_left
+from training.process import world
 
 pytestmark = pytest.mark.dead_rank
 
@@ -252,23 +252,53 @@ def test_the_first_reason_to_end_is_everyones(ranks):
 # --- what torchrun says ---
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_torchrun_that_has_left_for_good_is_read_from_its_own_store(monkeypatch, prefix):
+class Parent:
+    """torchrun's command line, of this process's parent."""
+
+    def __init__(self, *words):
+        self.text = "\0".join(("python", "-m", "torch.distributed.run", *words, "")).encode()
+
+    def __call__(self, path):
+        return self
+
+    def read_text(self):
+        return self.text.decode()
+
+
+def test_a_torchrun_that_has_left_for_good_is_read_from_their_own_store(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
-    store, state = dist.HashStore(), _RendezvousState()
-    mine = dist.PrefixStore("launch", store) if prefix else store
-    assert not torchrun_has_left(mine), "a static rendezvous keeps no membership"
-    for closed in (False, True):
-        state.closed = closed
-        store.set("torch.rendezvous.a run", base64.b64encode(pickle.dumps(state)))
-        assert torchrun_has_left(mine) is closed
+    where = ["--rdzv-backend", "c10d", f"--rdzv_endpoint=127.0.0.1:{server.port}"]
+    monkeypatch.setattr(world, "Path", Parent("--nnodes=2", *where, "train.py", "--dataset=text"))
+    state, found, ended = _RendezvousState(), [], threading.Event()
+
+    def tell():
+        server.set("torch.rendezvous.a run", base64.b64encode(pickle.dumps(state)))
+
+    tell()
+    waits = threading.Thread(target=lambda: found.append(world.wait_until_a_torchrun_leaves()), daemon=True)
+    waits.start()
+    time.sleep(0.5)
+    assert waits.is_alive() and not ended.is_set()
+    state.closed = True
+    tell()
+    waits.join(20)
+    assert found == [True]
 
 
-def test_a_rank_that_never_started_ends_all_if_its_torchrun_has_left(ranks, monkeypatch):
-    first, second, third, _ = ranks(4, machines=2)
+@pytest.mark.parametrize(
+    "words", [["--nnodes=2", "--node_rank=1", "train.py"], ["--standalone", "train.py"], []]
+)
+def test_without_a_membership_nothing_is_known(monkeypatch, words):
+    monkeypatch.setattr(world, "Path", Parent(*words))
+    assert world.wait_until_a_torchrun_leaves() is False
+
+
+def test_a_rank_that_never_started_ends_all_if_its_torchrun_has_left(ranks):
+    first, second, *_ = ranks(4, machines=2)
     say(first, second, phase=WAITING)
     look(first, 1)
-    monkeypatch.setattr(module, "torchrun_has_left", lambda store: True)
+    first.a_torchrun_has_left = True
     said = first.why_not_all_join(ready=False)
     assert "before all ranks had joined (rank 2 of machine 1, rank 3 of machine 1: not started)" in said
 

@@ -15,16 +15,6 @@ CONNECT_TIMEOUT_S = 10.0
 WELCOME = b"w"  # rank 0's answer; a program that closes the connection without it is another one
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to the host, where nothing is sent. "" if there is no way."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    return ""
-
-
 def listen(ranks: int) -> socket.socket:
     """For rank 0, on a port that the system chooses."""
     both = socket.has_dualstack_ipv6()
@@ -54,21 +44,19 @@ def accept_ranks(listener: socket.socket, greetings: dict[bytes, int], lost: set
     asyncio.run(serve())
 
 
-def hold(hosts: list[str], port: int, greeting: bytes, lost: set[int]) -> bool:
-    """Another rank: returns when its connection closes, with rank 0 in `lost`. False if rank 0 cannot be
-    reached at any of its addresses."""
-    for host in filter(None, hosts):
-        with contextlib.suppress(OSError):
-            one = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
-            os.register_at_fork(after_in_child=one.close)  # data workers outlive this process by seconds
-            _keep_alive(one)
-            one.settimeout(None)
-            one.sendall(greeting)
-            if one.recv(1) == WELCOME:
-                with contextlib.suppress(OSError):
-                    one.recv(1)
-                lost.add(0)
-                return True
+def hold(host: str, port: int, greeting: bytes, lost: set[int]) -> bool:
+    """Another rank: returns when its connection closes, with rank 0 in `lost`. False if it gets none."""
+    with contextlib.suppress(OSError):
+        one = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+        os.register_at_fork(after_in_child=one.close)  # data workers outlive this process by seconds
+        _keep_alive(one)
+        one.settimeout(None)
+        one.sendall(greeting)
+        if one.recv(1) == WELCOME:
+            with contextlib.suppress(OSError):
+                one.recv(1)
+            lost.add(0)
+            return True
     return False
 
 

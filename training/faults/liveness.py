@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from common.processes import is_running
-from training.faults.connections import accept_ranks, address_towards, hold, listen
+from training.faults.connections import accept_ranks, hold, listen
 from training.process.exit_status import within
 from training.process.launch import is_launched, launch_info, machine_number, machine_size, store_address
-from training.process.world import NO_LIMIT, another_connection, meet, torchrun_has_left
+from training.process.world import NO_LIMIT, another_connection, meet, wait_until_a_torchrun_leaves
 
 log = logging.getLogger("nanomfu")
 
@@ -66,6 +66,7 @@ class Liveness:
         self.last: dict[int, bytes] = {}  # its progress then
         self.lost: set[int] = set()  # ranks whose connection to this one is closed
         self.over: str | None = None  # the first reason that any rank gave to end all
+        self.a_torchrun_has_left = False  # known to rank 0 alone
         self.broken = False  # whether the connection to the store is closed; it never opens again
         self.store: dist.Store | None = None
         self.met = threading.Event()  # set when there is a store
@@ -73,10 +74,12 @@ class Liveness:
         self.overdue: threading.Event | None = None  # set when an answer comes after its timeout
         if self.size > 1:
             threading.Thread(target=self._meet, name="meet", daemon=True).start()
+        if self.rank == 0 and machine_number()[1] > 1:
+            threading.Thread(target=self._watch_torchruns, name="torchruns", daemon=True).start()
 
     def _meet(self) -> None:
         """In a thread, as it waits for torchrun and for rank 0, and then watches the connections."""
-        host, port = store_address()
+        host, _ = store_address()  # rank 0 is on that machine
         try:
             store = meet(self.rank, about=json.dumps(self.processes[self.rank]))
             if self.rank == 0:
@@ -84,9 +87,8 @@ class Liveness:
                     store.compare_set(f"process/{rank}", "", "")
                     store.compare_set(f"progress/{rank}", "", "")
                 listener, token = listen(self.size), uuid.uuid4().hex
-                own = address_towards(host, port), listener.getsockname()[1], token
-                store.set("rank 0 listens", json.dumps(own))
-            address, listens_at, token = json.loads(store.get("rank 0 listens"))
+                store.set("rank 0 listens", json.dumps([listener.getsockname()[1], token]))
+            port, token = json.loads(store.get("rank 0 listens"))
             store.set(f"progress/{self.rank}", "0 -1 starting")
             self.processes[0] = Process(*json.loads(store.get("process/0")))
             self.store = store
@@ -97,9 +99,11 @@ class Liveness:
         greetings = {f"{token} {rank}".encode(): rank for rank in range(1, self.size)}
         if self.rank == 0:
             accept_ranks(listener, greetings, self.lost)
-        elif not hold([host, address], listens_at, f"{token} {self.rank}".encode(), self.lost):
-            ways = f"{host} or {address}, port {listens_at}"
-            log.warning(f"rank {self.rank} cannot connect to rank 0 ({ways}): the end of either is seen late")
+        elif not hold(host, port, f"{token} {self.rank}".encode(), self.lost):
+            log.warning(f"rank {self.rank} cannot connect to {host}, port {port}: its end will be seen late")
+
+    def _watch_torchruns(self) -> None:
+        self.a_torchrun_has_left = wait_until_a_torchrun_leaves()
 
     def wait_for_all(self) -> dist.Store | None:
         """Returns when all ranks have called this: the store through which they can join. The watchdog ends
@@ -187,9 +191,9 @@ class Liveness:
             before = self.last.get(rank, b"")
             self.last[rank] = value or before
             self.silent[rank] = self.silent[rank] + 1 if self.last[rank] == before else 0
-        if self.rank or not self._try(torchrun_has_left):
-            return None
-        return f"a torchrun has ended before all ranks had joined ({self.late()}); {SAYS_WHY}"
+        if self.a_torchrun_has_left:
+            return f"a torchrun has ended before all ranks had joined ({self.late()}); {SAYS_WHY}"
+        return None
 
     def store_is_lost(self) -> str:
         what = "does not answer" if self.met.is_set() else "has had no word of rank 0"
@@ -231,6 +235,7 @@ class Liveness:
         meanwhile."""
         if not self.met.is_set():
             return f"{self.name(0)} is {NEVER_SEEN[2]}"
+        self._find(range(self.size))
         first = self._progress()
         for i in range(SILENCE_SECONDS):
             time.sleep(1)

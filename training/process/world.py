@@ -28,8 +28,9 @@ from training.process.torch_build import no_gpu_reason
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run.py")  # in its command line
+C10D_PORT = 29400  # torchrun's, if its --rdzv_endpoint names none
 CLOSED = b"closed\x94\x88"  # torchrun's pickled state has the attribute `closed`, and it is True
-MEET_PAUSE_S = 0.5  # the longest between two looks for rank 0
 NO_LIMIT = datetime.timedelta(days=365)  # torch must be given some
 # A collective's own timeout comes so much later than the watchdog's, which ends the process first.
 WATCHDOG_FIRST_MINUTES = 2
@@ -119,8 +120,7 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> 
 
     Rank 0 makes up the prefix and confirms it to every rank that asks, in a thread. A prefix that is not
     confirmed comes from a rank 0 that is dead; torchrun's count of restarts differs between machines. The
-    other ranks wait here for rank 0. about: what this rank says of itself, under process/RANK. Raises
-    RuntimeError if a torchrun ends meanwhile.
+    other ranks wait here for rank 0. about: what this rank says of itself, under process/RANK.
     """
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else: torchrun hosts it
     # without waiting for the other ranks: one of them may never come
@@ -133,27 +133,36 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> 
         store.set("launch", mine)
         threading.Thread(target=_confirm, args=(another_connection(store), mine), daemon=True).start()
         return dist.PrefixStore(mine, store)
-    name, pause = None, 0.02
+    name = None
     while name is None or not store.check([f"{name}/confirmed/{mine}"]):
-        newest = store.get("launch").decode() if store.check(["launch"]) else name
+        newest = store.get("launch").decode()
         if newest != name:
             name = newest
             store.set(f"{name}/asks/{store.add(f'{name}/asking', 1)}", mine)
-        elif torchrun_has_left(store):
-            raise RuntimeError("a torchrun has ended before rank 0 was there")
-        time.sleep(pause)
-        pause = min(1.1 * pause, MEET_PAUSE_S)
+        time.sleep(0.02)
     store.set(f"{name}/process/{rank}", about)
     return dist.PrefixStore(name, store)
 
 
-def torchrun_has_left(store: dist.Store) -> bool:
-    """Whether a torchrun of this run has ended for good, from torchrun's store, or meet()'s. It is known if
-    they keep a membership (--rdzv_backend=c10d): a pickle. Loading it could execute code: it is searched."""
-    if isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    key = f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}"
-    return store.check([key]) and CLOSED in base64.b64decode(store.get(key))
+def wait_until_a_torchrun_leaves() -> bool:
+    """Returns True once a torchrun of this run has ended for good. False if that is not known: torchruns keep
+    a membership with --rdzv_backend=c10d alone, and only their command line says where."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import parse_args
+
+    with contextlib.suppress(OSError, ValueError, RuntimeError, SystemExit):  # no torchrun, or no /proc
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+        (begin,) = (i for i, word in enumerate(words, 1) if word.endswith(TORCHRUN))
+        options = parse_args(words[begin:])
+        if options.rdzv_backend == "c10d":
+            address = parse_rendezvous_endpoint(options.rdzv_endpoint, C10D_PORT)
+            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+            state = f"torch.rendezvous.{os.environ['TORCHELASTIC_RUN_ID']}"
+            # a pickle, which is searched and not loaded: loading it could execute code
+            while CLOSED not in base64.b64decode(store.get(state)):
+                time.sleep(1)
+            return True
+    return False
 
 
 def another_connection(store: dist.Store) -> dist.Store:
