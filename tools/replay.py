@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from common.arguments import check_output, user_folder, user_path
+from common.cgroups import usable_cores
 from common.command import FAILED, run_command
 from common.errors import UserError
 from common.json_file import read_json
@@ -62,9 +62,9 @@ def replay(options: argparse.Namespace) -> int:
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
     processes = record["startup_info"]["hardware"]["num_gpus"]
-    here = os.cpu_count() or 1 if record["config"]["device"] == "cpu" else torch.cuda.device_count()
+    here = usable_cores() if record["config"]["device"] == "cpu" else torch.cuda.device_count()
     if not 1 <= processes <= here:
-        raise UserError(f"the sealed run used {processes} GPUs (or processes), and this machine has {here}")
+        raise UserError(f"the sealed run used {processes} GPUs (or processes), and this job may use {here}")
     out_dir = (options.out_dir or Path("out-replay") / options.seal.stem).resolve()
     if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")

@@ -1,11 +1,11 @@
 """What the prepare.py of every large dataset shares: its options, and the call of prepare() with them."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from common.arguments import check_output, user_folder, whole_number
+from common.cgroups import usable_cores
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
@@ -24,7 +24,7 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    cores, count = min(os.cpu_count() or 1, WORKERS_MAX), whole_number(1, TOKENS_MAX)
+    cores, count = min(usable_cores(), WORKERS_MAX), whole_number(1, TOKENS_MAX)
     of_documents = f"of documents, where the input has no validation files (default: {val_fraction})"
     names = "whether names such as train, val or test of .jsonl and .parquet and their folders decide what "
     names += "they are for (default: names)"

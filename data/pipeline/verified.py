@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.cgroups import usable_cores
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
@@ -156,7 +157,7 @@ def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, 
         with lock:
             bar.update(count)
 
-    with bar, ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    with bar, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         futures = {pool.submit(scan, path, dtype, progress, stop): path for path in paths}
         try:
             for future in as_completed(futures):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import cgroups
 from training.memory.gpus import device_memory
 from training.process import memory
 from training.process.memory import GIB, free_host_bytes, host_bytes
@@ -19,9 +20,9 @@ def machine(tmp_path, monkeypatch):
     """machine(cgroup): plants it on a machine of 64 GiB, of which 50 are available."""
     proc = tmp_path / "proc"
     proc.mkdir()
-    monkeypatch.setattr(memory, "PROCESS", proc)
+    monkeypatch.setattr(cgroups, "PROCESS", proc)
     monkeypatch.setattr(memory, "MEMORY", proc / "meminfo")
-    monkeypatch.setattr(memory, "MOUNT", tmp_path / "cg")
+    monkeypatch.setattr(cgroups, "MOUNT", tmp_path / "cg")
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.get)
     kib = 50 * GIB // 1024
     (proc / "meminfo").write_text(f"MemTotal: {2 * kib} kB\nMemFree: 1 kB\nMemAvailable:   {kib} kB\n")
@@ -87,10 +88,10 @@ CASES = [  # (/proc/self/cgroup, the cgroups, what is seen)
 ]
 
 
-@pytest.mark.parametrize(("own", "cgroups", "expected"), CASES)
-def test_memory_is_that_of_the_least_limit(machine, plant, own, cgroups, expected):
+@pytest.mark.parametrize(("own", "groups", "expected"), CASES)
+def test_memory_is_that_of_the_least_limit(machine, plant, own, groups, expected):
     machine(f"{own}\n")
-    for folder, numbers in cgroups.items():
+    for folder, numbers in groups.items():
         plant(folder, *numbers)
     assert seen() == expected
 
@@ -112,9 +113,9 @@ def test_odd_and_missing_files_limit_nothing_and_raise_nothing(machine, plant, t
         (tmp_path / "cg/a" / name).unlink()
     (tmp_path / "cg/a" / "memory.max").mkdir()
     assert seen() == (64, 50)
-    (memory.PROCESS / "cgroup").write_bytes(odd)
+    (cgroups.PROCESS / "cgroup").write_bytes(odd)
     assert seen() == (64, 50)
-    (memory.PROCESS / "cgroup").unlink()
+    (cgroups.PROCESS / "cgroup").unlink()
     assert seen() == (64, 50)
     memory.MEMORY.write_bytes(odd)
     assert seen() == (64, float("inf"))
