@@ -102,7 +102,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
     ("qwen3", only_a_pickle, "as a pickle (pytorch_model.bin), which can run any code and is not read"),
     ("shards", lambda f: (f / SHARD).unlink(), "00002-of-00007.safetensors is missing"),
     ("shards", name_twice_in_the_index, "it names 'model.norm.weight' twice"),
-    ("shards", tensor_in_two_files, "model.norm.weight is in two files"),
+    ("shards", tensor_in_two_files, "model.norm.weight is there twice, in model-00001"),
     ("shards", file_outside, "it says that model.norm.weight is in '../x.safetensors'"),
     ("qwen3", truncated, "is damaged or cut off"),
     ("qwen3", pointer, "is a pointer to the weights, not the weights; run: git lfs pull"),
@@ -160,11 +160,15 @@ def test_ranks_that_read_different_files_are_told_so(monkeypatch):
 # --- config.json ---
 
 HALF = ["full_attention", "sliding_attention"]
-SLIDING = {"use_sliding_window": True, "sliding_window": 63}
+SLIDING = {"use_sliding_window": True, "sliding_window": 63}  # of 64 positions
+DERIVED = SLIDING | {"layer_types": None}  # None: not in the file
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFUSED = [  # (which model, fields of config.json, what the message names)
     ("qwen3", {"model_type": "bert"}, "the families that can be read are gpt2, llama, qwen2, qwen3"),
-    ("qwen3", SLIDING, "use_sliding_window=True"),
+    ("qwen3", DERIVED | {"max_window_layers": 1}, "use_sliding_window=True, sliding_window=63"),
+    ("qwen2", DERIVED | {"max_window_layers": "2"}, "attend to all 64 positions"),
+    ("qwen2", SLIDING | {"layer_types": HALF}, "use_sliding_window=True"),
+    ("qwen2", {"layer_types": HALF, "sliding_window": 64}, "use_sliding_window=False"),
     ("qwen2", {"layer_types": HALF}, "layer_types=['full_attention', 'sliding_attention']"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types=['chunked_attention'"),
     ("qwen3", {"is_causal": False}, "is_causal=False"),
@@ -204,6 +208,12 @@ def test_what_the_model_cannot_compute_is_refused_by_its_name(model, fields, mes
 WITHOUT_EFFECT = [  # fields that change nothing of what transformers computes
     ("qwen3", {"use_sliding_window": False, "sliding_window": 16}),
     ("llama", SLIDING | {"layer_types": HALF}),
+    # a window that no layer uses, or that is as wide as all positions
+    ("qwen3", DERIVED | {"max_window_layers": 2}),
+    ("qwen2", DERIVED | {"max_window_layers": None}),
+    ("qwen2", SLIDING | {"max_window_layers": 0}),
+    ("qwen2", DERIVED | {"sliding_window": 64, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": HALF}),
     ("llama", {"pretraining_tp": 2, "hidden_act": "swish", "attention_dropout": 0.0}),
     ("gpt2", {"activation_function": "gelu_fast", "reorder_and_upcast_attn": True}),
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None}),
@@ -218,6 +228,24 @@ def test_a_field_without_effect_changes_no_logits(model, fields, made, tmp_path)
     ours = reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))[1].eval()(ids)
     assert (ours - logits_of(folder, ids)).abs().max() <= 1e-4
     assert (ours - logits_of(made[model], ids)).abs().max() <= 1e-4
+
+
+def test_a_window_as_wide_as_config_json_s_positions_is_too_narrow_for_those_of_yarn(made, tmp_path):
+    folder = change_config(copy(made["qwen2"], tmp_path / "model"), rope_parameters=None, rope_theta=1e4)
+    change_config(folder, rope_scaling=YARN | {"original_max_position_embeddings": 64})
+    change_config(folder, use_sliding_window=True, sliding_window=64, layer_types=HALF)
+    with pytest.raises(UserError, match="attend to all 256 positions"):
+        load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"])
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "in each block"])
+def test_weights_that_were_saved_with_a_wrapper_s_name_give_the_same_logits(wrapped, made, tmp_path):
+    folder, ids = copy(made["qwen3"], tmp_path / "model"), some_ids(1)
+    deep = lambda name: name.replace(".self_attn.", "._orig_mod.self_attn._fsdp_wrapped_module.")  # noqa: E731
+    name_of = deep if wrapped == "in each block" else wrapped.format
+    store(folder, {name_of(name): tensor for name, tensor in tensors(folder).items()})
+    models = [reading.load_pretrained(f"hf:{path}", torch.device("cpu"))[1] for path in (folder, made["qwen3"])]
+    assert torch.equal(*(model.eval()(ids) for model in models))
 
 
 def test_yarn_as_a_model_card_has_it_serves_all_of_its_positions(made, tmp_path):

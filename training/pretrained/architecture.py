@@ -41,8 +41,7 @@ def _decoder(model_class: str, presets: tuple[str, ...], keys: dict, required: d
     )
 
 
-# a window in use: every token sees all before it here
-FULL = {"use_sliding_window": (False,)}
+SLIDING = {"use_sliding_window": (False, True)}  # _check_windows() decides
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -59,9 +58,9 @@ FAMILIES = {
         },
     ),
     "llama": _decoder("Llama", ("llama", "llama3"), {}),
-    "qwen2": _decoder("Qwen2", ("qwen2",), {"bias": False, "qkv_bias": True}, FULL),
+    "qwen2": _decoder("Qwen2", ("qwen2",), {"bias": False, "qkv_bias": True}, SLIDING),
     "qwen3": _decoder(
-        "Qwen3", ("qwen3",), {"bias": False, "qk_norm": True}, FULL | {"attention_bias": (False,)}
+        "Qwen3", ("qwen3",), {"bias": False, "qk_norm": True}, SLIDING | {"attention_bias": (False,)}
     ),
 }
 
@@ -127,15 +126,30 @@ def _decoder_keys(config: ConfigFields, name: str, keys: dict[str, Any]) -> tupl
             raise config.refused(stated, "either all projections have biases, or none has")
         if keys["vocab_size"] == LLAMA3_IDS:
             own["arch_preset"] = "llama3"
-    else:
-        types = config.fields.get("layer_types") or ()
-        if not isinstance(types, list | tuple) or any(one != "full_attention" for one in types):
-            raise config.refused(f"layer_types={shown(types)}", "every layer must be full_attention")
     # a model card that adds YaRN leaves max_position_embeddings as it was
     scaled = round(
         (scaling or {}).get("factor", 1) * (scaling or {}).get("original_max_position_embeddings", 0)
     )
-    return own, max(config.whole("max_position_embeddings", 2048), min(scaled, rope_scaling.LONGEST))
+    longest = max(config.whole("max_position_embeddings", 2048), min(scaled, rope_scaling.LONGEST))
+    if name != "llama":
+        _check_windows(config, keys["n_layer"], longest)
+    return own, longest
+
+
+def _check_windows(config: ConfigFields, n_layer: int, longest: int) -> None:
+    """Raises UserError unless every layer attends to all positions. Defaults are those of transformers."""
+    window = config.fields.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
+    types = config.fields.get("layer_types")
+    if types is None:
+        first = config.fields.get("max_window_layers", 28)
+        slides = window is not None and not (type(first) is int and first >= n_layer)
+        types = ["sliding_attention"] if slides else []
+    wide = type(window) is int and window >= longest
+    full = ("full_attention", "sliding_attention") if wide else ("full_attention",)
+    if not isinstance(types, list) or any(one not in full for one in types):
+        stated = f"use_sliding_window={window is not None}, sliding_window={shown(window)}"
+        why = f"every layer must attend to all {longest:,} positions"
+        raise config.refused(f"{stated}, layer_types={shown(types)}", why)
 
 
 # --- from a model ---

@@ -32,6 +32,8 @@ GENERATION = "generation_config.json"
 # what a user of the model needs; other formats of the same weights stay on the hub
 HUB_FILES = ["*.json", SINGLE, "model-*-of-*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 MAX_CONFIG, MAX_INDEX = 1 << 24, 1 << 28  # bytes
+# what torch.compile, DDP, FSDP and checkpoint_wrapper put into the names of a model's tensors
+WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 LFS_POINTER = b"version https://git-lfs"
 READ = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EXPECTED = "expected are the weights as save_pretrained of transformers writes them, in fp32, bf16 or fp16"
@@ -177,16 +179,17 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def list_tensors(folder: Path) -> Tensors:
-    """Every tensor of the files, from their headers. Raises UserError."""
+    """Every tensor of the files, from their headers, without the names of wrappers. Raises UserError."""
     files = [name for name in list_files(folder) if name.endswith(SUFFIX)]
     found: Tensors = {}
     for file in files:
         path = folder / file
         for part, place in _read_header(path).items():
-            if part.name in found:
-                other = found[part.name][1].path.name
-                raise UserError(f"{folder}: {part.name[:100]} is in two files, {other} and {file}")
-            found[part.name] = part, place
+            name = WRAPPERS.sub("", part.name)
+            if name in found:
+                other = found[name][1].path.name
+                raise UserError(f"{folder}: {name[:100]} is there twice, in {other} and in {file}")
+            found[name] = part, place
     return found
 
 
