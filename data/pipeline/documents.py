@@ -30,6 +30,8 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # many docu
 TEXT_KEY = "text"  # the name in a JSON line, or the column of .parquet, that holds a document
 LINE_BYTES = 64 << 20  # longest JSON line; decoding it takes up to nine times that in memory
 CHUNK_CHARS = 1 << 20  # of a file of text, read at once
+# int() refuses more than 4,300 digits, which a field beside the text may have; no number is a document
+DECODER = json.JSONDecoder(parse_int=float)
 
 
 def is_one_document(path: Path) -> bool:
@@ -39,7 +41,7 @@ def is_one_document(path: Path) -> bool:
 
 def parse_line(line: bytes, place: str, text_key: str) -> str:
     try:
-        values = json.loads(line)
+        values = DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         if isinstance(values, dict) and text_key not in values:
             texts = [name for name, value in values.items() if isinstance(value, str)]
             texts.sort(key=lambda name: -len(values[name]))
@@ -47,7 +49,9 @@ def parse_line(line: bytes, place: str, text_key: str) -> str:
         text = values[text_key]
         text.encode("utf-8")  # fails for half a surrogate pair, which is valid JSON but not text
         return text
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except RecursionError:
+        raise BadRecord(f"{place} has brackets that are nested too deeply to be read") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadRecord(
             f'{place} is not a JSON object with a "{text_key}" string ({type(error).__name__}: {error})'
         ) from None

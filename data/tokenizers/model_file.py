@@ -11,6 +11,7 @@ is refused by its name.
 import hashlib
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,13 @@ def _from_sentencepiece(content: bytes) -> dict:
             specs[number] = dict(_fields(value))
     # true where the file does not say it, as in sentencepiece_model.proto
     dummy_prefix, strip_spaces = (bool(specs.get(3, {}).get(number, True)) for number in (3, 4))
+    spaces = dummy_prefix or strip_spaces
+    if spaces:  # a symbol of one character that no other piece has is never merged: it is as any other piece
+        count = Counter("".join(piece for piece, _, _ in pieces) + f" {SPACE}")
+        alone = {piece for piece, _, kind in pieces if kind == USER_DEFINED and count[piece] == 1}
+        pieces = [(piece, score, NORMAL if piece in alone else kind) for piece, score, kind in pieces]
     types = {piece: kind for piece, _, kind in pieces}
-    _check_settings(specs, dummy_prefix or strip_spaces, types)
+    _check_settings(specs, spaces, types)
     if UNKNOWN not in types.values():
         raise ValueError("it holds no piece for unknown text")
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}

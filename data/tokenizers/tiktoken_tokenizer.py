@@ -23,7 +23,8 @@ def tiktoken_ids(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
     except BaseException as error:
         # The library's regular expressions overflow on a million spaces, with a panic, which is no Exception.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-            raise EncodeError(f"tiktoken cannot encode it ({error})") from None
+            can = "a tokenizer.json with the same ids can; GPT-2's: --tokenizer=hf:openai-community/gpt2"
+            raise EncodeError(f"tiktoken cannot encode it ({error}); {can}") from None
         raise
 
 

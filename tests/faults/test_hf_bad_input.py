@@ -244,8 +244,9 @@ def test_weights_that_were_saved_with_a_wrapper_s_name_give_the_same_logits(wrap
     deep = lambda name: name.replace(".self_attn.", "._orig_mod.self_attn._fsdp_wrapped_module.")  # noqa: E731
     name_of = deep if wrapped == "in each block" else wrapped.format
     store(folder, {name_of(name): tensor for name, tensor in tensors(folder).items()})
-    models = [reading.load_pretrained(f"hf:{path}", torch.device("cpu"))[1] for path in (folder, made["qwen3"])]
-    assert torch.equal(*(model.eval()(ids) for model in models))
+    names = [f"hf:{path}" for path in (folder, made["qwen3"])]
+    models = [reading.load_pretrained(name, torch.device("cpu"))[1].eval() for name in names]
+    assert torch.equal(*(model(ids) for model in models))
 
 
 def test_yarn_as_a_model_card_has_it_serves_all_of_its_positions(made, tmp_path):

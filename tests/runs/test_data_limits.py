@@ -276,5 +276,5 @@ def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe):
 
 def test_a_million_blank_lines_are_a_bad_record_for_tiktoken(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
-    with pytest.raises(EncodeError, match="tiktoken cannot encode it"):
+    with pytest.raises(EncodeError, match="cannot encode it .* tokenizer.json with the same ids can"):
         open_tokenizer("gpt2").encode_arrays(["\n" * 1_200_000 + "x"])

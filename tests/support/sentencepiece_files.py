@@ -18,6 +18,7 @@ READ = {
     "remove_extra_whitespaces": ({1: b"identity"}, {}),
     "no add_dummy_prefix": ({**NORMALIZER, 3: 0}, {}),
     "neither": ({1: b"identity", 3: 0}, {}),
+    "a symbol of one character": ({1: b"identity"}, {"\n": USER_DEFINED, "é": USER_DEFINED}),
     "user_defined_symbols": ({**NORMALIZER, 3: 0}, SYMBOLS),
 }
 TEXTS = [

@@ -312,7 +312,18 @@ BAD_LINES = {
     "not an object": b"[1, 2]",
     "not UTF-8": b'{"text": "\xff"}',
     "half a surrogate pair": b'{"text": "\\ud800"}',
+    "nested deeply": b'{"text": "ab", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 }
+
+
+ODD_FIELDS = (b"9" * 5000, b"-" + b"9" * 5000, b"1e99999", b'"\\ud800"', b'{"text": 3}', b"[" * 200 + b"]" * 200)
+
+
+@pytest.mark.parametrize("field", ODD_FIELDS, ids=lambda field: field[:12].decode())
+def test_a_field_beside_the_text_may_be_any_json(tmp_path, field):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"id": ' + field + b', "text": "fine"}\n')
+    assert list(read_records(path)) == [(1, ["fine"])]
 
 
 @pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
@@ -322,6 +333,7 @@ def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
     (_, good), (number, record) = read_records(path)
     assert good == ["fine"] and number == 3
     assert isinstance(record, BadRecord) and re.search(r"a\.jsonl, line 3[ ;]", str(record))
+    assert ("nested too deeply" in str(record)) == (len(bad) > 1000)
 
 
 def test_the_end_of_text_token_is_found_named_or_asked_for(tmp_path):
