@@ -2,6 +2,7 @@
 whole text were encoded at once.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -15,6 +16,7 @@ from data.tokenizers.tiktoken_tokenizer import EncodeError
 
 # Characters encoded at once, which bounds the memory: short documents together, a long one in pieces.
 PIECE_CHARS = 1 << 19
+LARGE_BYTES = 8 << 20  # a file of text beyond this is written in pieces, which bounds the memory, too
 UNCUT_CHARS = 1 << 20  # a document that has no place to cut for this long is a bad record
 CONTEXT_CHARS = 256  # on either side of a cut, encoded to check that the cut changes no id
 BOUNDARIES = [  # places to try a cut, the likeliest to change no id first: between words, lines, clauses
@@ -67,10 +69,11 @@ def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -
 
 def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
     """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
-    is written. A file of text may have any size, so it alone is encoded while it is written, and what would
-    be a BadRecord is a UserError."""
+    is written. A large file of text is encoded while it is written, and what would be a BadRecord is a
+    UserError."""
     pieces = encode_document(document, encode)
-    return _streamed(pieces, path) if is_one_document(Path(path)) else iter(list(pieces))
+    large = is_one_document(Path(path)) and os.path.getsize(path) > LARGE_BYTES
+    return _streamed(pieces, path) if large else iter(list(pieces))
 
 
 def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:

@@ -8,6 +8,7 @@ What cannot be read becomes a BadRecord and is never left out in silence.
 import hashlib
 import io
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -125,7 +126,7 @@ def read_mds(
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The chunks of a file of text, with \\n for \\r\\n."""
+    """The chunks of a file of text, with \\n for \\r\\n. Raises BadRecord."""
     try:
         with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             while chunk := file.read(CHUNK_CHARS):
@@ -133,7 +134,7 @@ def read_text(path: Path) -> Iterator[str]:
                     chunk += file.read(1)
                 yield chunk.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+        raise BadRecord(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_records(
@@ -145,7 +146,11 @@ def read_records(
     documents before the damage, and then one BadRecord.
     """
     if is_one_document(path):
-        yield 1, read_text(path)
+        try:
+            deque(read_text(path), maxlen=0)  # nothing of a bad file may be used before it is known to be bad
+            yield 1, read_text(path)
+        except BadRecord as bad:
+            yield 1, bad
         return
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")

@@ -74,6 +74,7 @@ def _move(
     give_names(folder, list(files))
     for name in set(names) - files.keys():
         (folder / name).unlink()
-    manifest = manifest | {"files": files}
+    # where tokens moved, no document as a whole is for validation
+    manifest = manifest | {"files": files, "val_files": [], "val_documents": 0}
     write_json(unit.manifest_path(folder), manifest)
     return manifest

@@ -7,6 +7,7 @@ or of source code also holds images, programs and what an editor has left there.
 import codecs
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ KNOWN = ", ".join(RECORD_SUFFIXES + TEXT_SUFFIXES)
 SHOWN_FILES = 10  # of those that are left out for one reason; a folder may have very many
 CHECKED_BYTES = 16 << 20  # of a file; what is no UTF-8 after them is an error when the file is read
 COPY = "copy of another file"
-NOTE = "a note beside the other files? Name a file that is one text with a glob"
+NOTE = "a note beside files of many documents; name it to read it"
+NOTES = re.compile(r"(readme|licen[cs]e|copying|notice|changelog|contributing)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass
@@ -48,6 +50,9 @@ def find_files(patterns: list[str]) -> list[Path]:
     found = find_input(patterns)
     for reason, names in found.left_out.items():
         say_files("left out", names, reason)
+    texts = [path for path in found.files if is_one_document(path)]
+    if len(texts) < len(found.files):
+        say_files("one document each", texts, "beside files of many; a glob such as *.jsonl leaves them out")
     return found.files
 
 
@@ -96,18 +101,16 @@ def is_read(path: Path) -> bool:
 def _files_of_folder(folder: Path, found: InputFiles) -> list[Path]:
     files: list[Path] = []
     seen: set[bytes] = set()
-    for path, reason in sorted(_walk(folder)):
+    walked = sorted(_walk(folder))
+    beside_records = any(path.name.endswith(RECORD_SUFFIXES) for path, reason in walked if not reason)
+    for path, reason in walked:
         reason = reason or _why_not_text(path, seen)
+        if beside_records and is_one_document(path) and NOTES.match(path.name):
+            reason = reason or NOTE
         if reason is None:
             files.append(path)
         else:
             found.leave_out(path, reason)
-    # otherwise a README.md beside the data would become a document
-    texts = [path for path in files if is_one_document(path)]
-    if 0 < len(texts) < len(files):
-        for path in texts:
-            found.leave_out(path, NOTE)
-        files = [path for path in files if not is_one_document(path)]
     if not files:
         counts = [f"{len(names):,} {reason}" for reason, names in found.left_out.items()]
         raise UserError(

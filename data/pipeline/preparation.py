@@ -16,6 +16,7 @@ from pathlib import Path
 from common.durable_file import write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
+from data.pipeline.bad_records import BAD_LISTED, too_many_bad
 from data.pipeline.disk_space import check_disk_space
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.folder_lock import only_preparation
@@ -34,6 +35,7 @@ from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
 UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
 UNITS = 256  # about so many for a small input, so that many workers can share it
 PART_BYTES = 32 << 20  # at least so many has a part of a file: seconds of work
+LARGE_SHARE = 0.2  # of the tokens: a larger share for validation is a loss that few want
 FAST_BYTES = 8 << 20  # input bytes from which on the fast encoder saves more time than verifying it takes
 
 
@@ -198,11 +200,10 @@ def finish(
     bad = [line for manifest in manifests for line in manifest["bad_records"]]
     total = sum(manifest["bad"] for manifest in manifests)
     if total > max_bad:
-        shown = "\n    ".join(bad[:20])
-        raise UserError(
-            f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
-            f"command with a larger one to leave them out:\n    {shown}"
-        )
+        for unit, manifest in zip(units, manifests, strict=False):
+            if manifest["bad"]:  # made again, as the record may be repaired meanwhile
+                unit.manifest_path(folder).unlink(missing_ok=True)
+        raise too_many_bad(total, bad, max_bad)
     if not joined:
         if not settings.tokens:
             manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
@@ -211,7 +212,14 @@ def finish(
         manifests = [joined] if joined else manifests
     meta = assemble(folder, manifests, tokenizer, settings.eot_id, source)
     if total:
-        print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:20]))
+        print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:BAD_LISTED]))
+    tokens = count_tokens(meta)
+    share = tokens["val"] / sum(tokens.values())
+    if settings.val_fraction <= LARGE_SHARE < share and not any(unit.split for unit in units):
+        print(
+            f"warning: {100 * share:.0f} % of the tokens are for validation, although --val_fraction="
+            f"{settings.val_fraction:g}: it counts documents. Cut the long ones into several, or add text"
+        )
     return meta
 
 

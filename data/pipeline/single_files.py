@@ -13,11 +13,11 @@ import numpy as np
 
 from common.durable_file import sync, sync_folder, write_json
 from common.errors import UserError
+from data.pipeline.bad_records import BAD_LISTED
 from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_name, with_lengths
 from data.pipeline.manifests import COUNTS, read_checked
 from data.pipeline.token_files import SPLITS, is_of_split, smallest_dtype, stored_dtype
 from data.pipeline.token_writer import LengthsWriter, TokenWriter
-from data.pipeline.units import BAD_LISTED
 from data.pipeline.verified import remember_files
 
 CHUNK = 1 << 24  # tokens that are read at once

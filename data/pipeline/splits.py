@@ -113,9 +113,10 @@ def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
         "for validation", {n for unit in units if unit.split == "val" for _, n in unit.files}, "named so"
     )
     chosen = [name for manifest in manifests for name in manifest.get("val_files", [])]
-    documents = sum(manifest["documents"] for manifest in manifests)
-    others = f"by the hash of their text; the other {documents - len(chosen):,} documents are for training"
-    say_files("for validation", chosen, others)
+    held_out = sum(m.get("val_documents", len(m.get("val_files", []))) for m in manifests)
+    others = sum(manifest["documents"] for manifest in manifests) - held_out
+    counts = f"{others:,} documents are for training, {held_out:,} for validation"
+    say_files("for validation", chosen, f"by the hash of their text; {counts}")
     twice, total = _overlap(units, folder)
     if twice:
         print(

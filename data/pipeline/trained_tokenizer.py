@@ -14,6 +14,7 @@ from typing import Any
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
+from data.pipeline.bad_records import BAD_LISTED, too_many_bad
 from data.pipeline.documents import BadRecord, hash_document, is_one_document
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan_units, with_threshold
@@ -105,9 +106,8 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 def training_documents(
     units: list[Unit], settings: Settings, max_bad: int, most_bytes: int
 ) -> Iterator[Iterable[str]]:
-    """The documents for training, in their order; of very much text an even part of about most_bytes. A file
-    of text that is left out is not even opened. Of an only document, it is the beginning, as
-    empty_split.fill_empty_split() cuts it."""
+    """The documents for training, in their order; of very much text an even part of about most_bytes. Of an
+    only document, it is the beginning, as empty_split.fill_empty_split() cuts it."""
     every = max(1, math.ceil(sum(unit.text_size() for unit in units) / most_bytes))
     documents = _documents(units, settings, max_bad)
     beginnings = list(islice(documents, 2))
@@ -126,16 +126,16 @@ def _documents(
 ) -> Iterator[tuple[Unit, str, str, int, Iterable[str]]]:
     """(unit, path, name, number, document) of all documents."""
     bad = 0
+    listed: list[str] = []  # of very many, the first
     for unit in units:
         for path, name, number, document in read_unit(unit, settings.text_key):
             if not isinstance(document, BadRecord):
                 yield unit, path, name, number, document
                 continue
             bad += 1
-            if bad > max_bad:
-                raise UserError(
-                    f"more than --max_bad={max_bad} bad records; repair or allow more: {document}"
-                )
+            listed = [*listed, str(document)][:BAD_LISTED]
+    if bad > max_bad:
+        raise too_many_bad(bad, listed, max_bad)
 
 
 def beginning(document: Iterable[str], units: list[Unit], share: float) -> Iterator[str]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from common.durable_file import sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
+from data.pipeline.bad_records import BAD_LISTED
 from data.pipeline.document_lengths import with_lengths
 from data.pipeline.document_pieces import PIECE_CHARS, read_pieces
 from data.pipeline.documents import (
@@ -38,7 +39,6 @@ from data.tokenizers.tokenizer import Tokenizer
 WRITE_TOKENS = 1 << 18  # tokens collected before they are written
 # Bytes of text in a byte on disk, about: a zstd archive has three of prose, eight of code
 EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}
-BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 
 
 @dataclass(frozen=True)
@@ -284,15 +284,12 @@ def tokenize(
 
     def reject(reason: str) -> None:
         counts["bad"] += 1
+        if counts["bad"] > max_bad + BAD_LISTED:  # fewer are reported together with those of other units
+            raise UserError(f"more than --max_bad={max_bad} bad records, such as: {reason}")
         bad_records.append(reason)
-        if counts["bad"] > max_bad:
-            shown = "\n    ".join(bad_records)
-            raise UserError(
-                f"more than --max_bad={max_bad} bad records; repair them or allow more:\n    {shown}"
-            )
         del bad_records[BAD_LISTED:]
 
-    hashes, val_files = array("Q"), []
+    hashes, val_files, val_documents = array("Q"), [], 0
     try:
         documents: Iterator = encode_unit(unit, tokenizer, settings, reject)
         if settings.tokens:
@@ -307,6 +304,7 @@ def tokenize(
             output.add(origin.split, chain([first], pieces), *lengths)
             counts["documents"] += 1
             hashes.append(origin.hashed)
+            val_documents += origin.split == "val"
             if origin.file and origin.split == "val":
                 val_files.append(origin.file)
         files = output.finish()
@@ -320,8 +318,7 @@ def tokenize(
         unit.remove_leftovers(folder)
         raise
     manifest = {**counts, "bad_records": bad_records, "files": files}
-    if val_files:
-        manifest["val_files"] = val_files
+    manifest |= {"val_files": val_files, "val_documents": val_documents}
     write_json(unit.manifest_path(folder), manifest)
     dtype = smallest_dtype(tokenizer.vocab_size)
     remember_files(folder, dtype, files)

@@ -146,6 +146,8 @@ def one_reader(folder: Path) -> Iterator[None]:
 
 def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, int]]:
     """(path, sha256, largest id) of each file, in the order in which the files are finished."""
+    if not paths:
+        return
     stop, lock = threading.Event(), threading.Lock()
     size = sum(path.stat().st_size for path in paths)
     seconds = 0.5 if sys.stderr.isatty() else 30  # between lines of progress

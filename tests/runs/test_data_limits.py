@@ -259,7 +259,8 @@ def test_a_disk_that_fails_to_read_is_no_bad_record(tmp_path, monkeypatch):
         list(read_records(write_jsonl(tmp_path / "a.jsonl", ["a"])))
 
 
-def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe):
+@pytest.mark.parametrize("kind", ["lines", "files"])
+def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe, kind):
     class Fails(FileTokenizer):
         def encode_arrays(self, texts):
             if any("overflow" in text for text in texts):
@@ -267,11 +268,29 @@ def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe):
             return super().encode_arrays(texts)
 
     (tmp_path / "out" / "units").mkdir(parents=True)
-    path = write_jsonl(tmp_path / "a.jsonl", ["abc", "overflow", "def"])
-    unit = Unit(0, "train", ((str(path), "a.jsonl"),), None)
+    texts = ["abc", "some words " * 200_000 + "overflow", "def"]
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    if kind == "lines":
+        paths = [write_jsonl(tmp_path / "a.jsonl", texts)]
+    unit = Unit(0, "train", tuple((str(path), path.name) for path in paths), None)
     record = units.tokenize(unit, tmp_path / "out", Fails(bpe), Settings(256, None, 0.1, 3000), 1)
     assert (record["documents"], record["bad"]) == (2, 1)
-    assert record["bad_records"] == [f"{path}, record 2: it overflows"]
+    place = f"{paths[0]}, record 2" if kind == "lines" else f"{paths[1]}, record 1"
+    assert record["bad_records"] == [f"{place}: it overflows"]
+    ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2").tolist()
+    assert FileTokenizer(bpe).decode(ids) == "abc<|endoftext|>def<|endoftext|>"
+
+
+def test_a_unit_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path, bpe):
+    (tmp_path / "out" / "units").mkdir(parents=True)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": 3}\n' * 1000)
+    unit, settings = Unit(0, "train", ((str(path), "a.jsonl"),), None), Settings(256, None, 0.1, 3000)
+    with pytest.raises(UserError, match="more than --max_bad=5 bad records, such as: .* line 26 is not"):
+        units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 5)
+    assert units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 980)["bad"] == 1000
 
 
 def test_a_million_blank_lines_are_a_bad_record_for_tiktoken(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.corpora import HARD, tokens_and_meta
 from support.helpers import ROOT, last_run
-from support.preparation import run_units_here, write_jsonl
+from support.preparation import run_units_here, small_bpe, write_jsonl
 
 import sample
 from common.command import USER_ERROR, run_command
@@ -261,6 +261,52 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_listed(tmp_path, pr
     assert len(found.files) == 24
     printed = prepare(*train(corpus, tmp_path / "out"))
     assert f"left out 1 (binary): {corpus / 'zero.txt'}" in printed
+
+
+@pytest.mark.parametrize("tokenizer", ["--train_tokenizer=300", "--tokenizer"])
+def test_of_files_that_a_glob_names_all_bad_ones_are_named_and_max_bad_counts_them(
+    tmp_path, prepare, corpus, tokenizer
+):
+    bad = [corpus / f"part1/{name}.txt" for name in ("latin", "utf16", "cut")]
+    for path, content in zip(bad, (b"caf\xe9", "\ufeffhello".encode("utf-16-le"), b"caf\xc3"), strict=True):
+        path.write_bytes(prose(7).encode() * 900 + content)  # the fault is in the second chunk
+    words = [tokenizer] if "=" in tokenizer else [tokenizer, small_bpe(tmp_path / "bpe")]
+    command = ["--input", corpus / "**/*.*", *words, "--output", tmp_path / "out"]
+    for allowed in (0, 2):
+        with pytest.raises(
+            UserError, match=f"3 bad records in all, more than --max_bad={allowed}"
+        ) as refusal:
+            prepare(*command, f"--max_bad={allowed}")
+        assert all(f"{path} is not UTF-8 text" in str(refusal.value) for path in bad)
+    printed = prepare(*command, "--max_bad=3")
+    meta = read_meta(tmp_path / "out")
+    assert (meta["documents"], meta["bad"]) == (24, 3) and "left out 3 bad records" in printed
+    for path in bad:
+        path.unlink()
+    command[-1] = tmp_path / "without"
+    prepare(*command)
+    names = ("train.bin", "val.bin", "tokenizer.json")
+    assert [(tmp_path / "out" / name).read_bytes() for name in names] == [
+        (tmp_path / "without" / name).read_bytes() for name in names
+    ]
+
+
+def test_a_bad_file_that_is_repaired_in_place_is_read(tmp_path, prepare, corpus):
+    path = corpus / "part1/latin.txt"
+    path.write_bytes(b"caf\xe9 ")
+    command = [
+        "--input",
+        corpus / "**/*.*",
+        "--tokenizer",
+        small_bpe(tmp_path / "bpe"),
+        "--output",
+        tmp_path / "out",
+    ]
+    with pytest.raises(UserError, match="1 bad records in all"):
+        prepare(*command)
+    path.write_bytes(b"cafe ")  # of the same size, so it is the same plan
+    prepare(*command, "--max_bad=1")
+    assert (read_meta(tmp_path / "out")["documents"], read_meta(tmp_path / "out")["bad"]) == (25, 0)
 
 
 def test_names_with_odd_characters_are_read_and_shown_without_harm(tmp_path, prepare, corpus):

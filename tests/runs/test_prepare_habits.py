@@ -26,12 +26,25 @@ def test_of_very_many_files_some_are_named_and_the_others_counted(tmp_path, caps
     assert "and 8 more" in line and line.count(".doc") == input_files.SHOWN_FILES and "\x1b" not in line
 
 
-def test_a_note_beside_data_is_named_with_the_reason(tmp_path, capsys):
-    for name in ("README.md", "load.py", "a.jsonl"):
+NOTES = ("README.md", "readme_de.txt", "LICENSE.txt", "Licence-MIT.md", "CHANGELOG.rst", "NOTICE.txt")
+TEXTS = ("a.txt", "b.md", "load.py", "notices.txt", "my_readme.md", "readmes.md", "licensee.txt", "sub/c.txt")
+
+
+def test_beside_files_of_many_documents_only_notes_are_left_out_and_all_is_said(tmp_path, capsys):
+    (tmp_path / "sub").mkdir()
+    for name in (*NOTES, *TEXTS):
         (tmp_path / name).write_text(f"what {name} says")
-    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
-    line = capsys.readouterr().out
-    assert line.startswith("left out 2 (a note beside the other files?") and f"{tmp_path}/README.md" in line
+    assert len(find_files([str(tmp_path)])) == len(NOTES + TEXTS) and not capsys.readouterr().out
+    records = write_jsonl(tmp_path / "sub" / "a.jsonl", ["text"])
+    texts = [tmp_path / name for name in TEXTS]
+    assert find_files([str(tmp_path)]) == sorted([*texts, records])
+    left_out, read = capsys.readouterr().out.splitlines()
+    assert left_out.startswith(
+        f"left out {len(NOTES)} (a note beside files of many documents; name it to read"
+    )
+    assert read.startswith(f"one document each {len(TEXTS)} (") and "load.py" in read
+    assert all(str(tmp_path / name) in left_out for name in NOTES)
+    assert tmp_path / "README.md" in find_files([str(tmp_path), str(tmp_path / "README.md")])
 
 
 def test_the_quickstart_names_a_module_that_it_cannot_read(tmp_path, monkeypatch, capsys):

@@ -316,7 +316,7 @@ BAD_LINES = {
 }
 
 
-ODD_FIELDS = (b"9" * 5000, b"-" + b"9" * 5000, b"1e99999", b'"\\ud800"', b'{"text": 3}', b"[" * 200 + b"]" * 200)
+ODD_FIELDS = [b"9" * 5000, b"-" + b"9" * 5000, b"1e99999", b'"\\ud800"', b'{"text": 3}']
 
 
 @pytest.mark.parametrize("field", ODD_FIELDS, ids=lambda field: field[:12].decode())

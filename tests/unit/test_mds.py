@@ -323,7 +323,7 @@ def test_a_mask_of_zeros_and_ones_is_not_taken_for_lengths(prepare):
     folder = SHARDS / "ndarray_shape"
     read(folder, "attention_mask", "input_ids", reject=rejected.append)
     assert len(rejected) == len(SAMPLES) and "do not add up to its 4 tokens" in rejected[0]
-    with pytest.raises(UserError, match="more than --max_bad=0 bad records"):
+    with pytest.raises(UserError, match="12 bad records in all, more than --max_bad=0"):
         prepare(folder, "--tokens", "attention_mask", "--lengths", "input_ids")
 
 

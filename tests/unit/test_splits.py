@@ -11,7 +11,7 @@ from support.preparation import run_units_here, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline import documents, preparation
-from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.documents import BadRecord, hash_document, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, plan_units, prepare
@@ -135,8 +135,42 @@ def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(
     train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.4")
     assert sorted(train + held_out) == sorted(documents.values())
     names = ", ".join(sorted(text.removeprefix("text of ") for text in held_out))
-    others = f"by the hash of their text; the other {len(train)} documents are for training"
-    assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
+    counts = f"{len(train)} documents are for training, {len(held_out)} for validation"
+    assert f"for validation {len(held_out)} (by the hash of their text; {counts}): {names}\n" in printed
+
+
+def test_the_documents_of_each_split_are_counted_whatever_files_they_are_in(tmp_path, make):
+    write(tmp_path / "in" / "a.jsonl", [*rows("row", 30), ""])
+    for number in range(20):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"text {number}")
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.4")
+    files = [text for text in held_out if text.startswith("text")]
+    assert len(train + held_out) == 50 and 0 < len(files) < len(held_out) < 40
+    counts = f"{len(train)} documents are for training, {len(held_out)} for validation"
+    assert f"for validation {len(files)} (by the hash of their text; {counts}): " in printed
+
+
+def test_an_only_document_is_cut_and_so_not_counted_for_validation(tmp_path, make):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one text of an only file")
+    printed = make(tmp_path / "in", "--val_fraction=0.99")[2]  # by its hash, all of it
+    assert "the end of the last one is taken" in printed and "by the hash" not in printed
+
+
+@pytest.mark.parametrize("long", ["train", "val"])
+def test_a_long_document_that_gives_validation_more_than_a_fifth_is_warned_of(tmp_path, make, long):
+    held_out = set(make(write(tmp_path / "in" / "a.jsonl", rows("x", 60)), "--val_fraction=0.1")[1])
+    grown = next(
+        n for n in range(10**6) if (hash_document("", [f"{n} " * 90]) < 2**64 / 10) == (long == "val")
+    )
+    write(tmp_path / "in" / "a.jsonl", [*rows("x", 60), f"{grown} " * 90])
+    train, val, printed = make(tmp_path / "in" / "a.jsonl", "--val_fraction=0.1", out="grown")
+    assert held_out == {text for text in val if text.startswith("x")}
+    sizes = [sum(len(text) + 1 for text in split) for split in (train, val)]
+    warning = f"warning: {100 * sizes[1] / sum(sizes):.0f} % of the tokens are for validation, although --val"
+    assert (warning in printed) == (long == "val") == ("warning" in printed)
+    asked = make(tmp_path / "in" / "a.jsonl", "--val_fraction=0.7", out="asked")[2]
+    assert "warning" not in asked  # for more than a fifth
 
 
 def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make):

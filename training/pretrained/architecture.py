@@ -139,13 +139,12 @@ def _decoder_keys(config: ConfigFields, name: str, keys: dict[str, Any]) -> tupl
 def _check_windows(config: ConfigFields, n_layer: int, longest: int) -> None:
     """Raises UserError unless every layer attends to all positions. Defaults are those of transformers."""
     window = config.fields.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
-    types = config.fields.get("layer_types")
+    first, types = config.fields.get("max_window_layers", 28), config.fields.get("layer_types")
     if types is None:
-        first = config.fields.get("max_window_layers", 28)
         slides = window is not None and not (type(first) is int and first >= n_layer)
         types = ["sliding_attention"] if slides else []
     wide = type(window) is int and window >= longest
-    full = ("full_attention", "sliding_attention") if wide else ("full_attention",)
+    full = ("full_attention", "sliding_attention")[: 1 + wide]
     if not isinstance(types, list) or any(one not in full for one in types):
         stated = f"use_sliding_window={window is not None}, sliding_window={shown(window)}"
         why = f"every layer must attend to all {longest:,} positions"

@@ -19,12 +19,13 @@ from common.cgroups import cgroups, numbers
 GIB = 2**30
 GB = 10**9
 MEMORY = Path("/proc/meminfo")
-# For each version of cgroups: the files with a limit, the file with what is used, and the line of memory.stat
-# with the file cache in it, which the kernel drops first.
-CGROUP_FILES = {
-    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-}
+# Of a cgroup, in versions 1 and 2: the files with a limit and with what is used, and the line of memory.stat
+# with the file cache in it, which the kernel drops first. Version 1 has both lines; the first counts.
+LIMITS, USED = (
+    ("memory.limit_in_bytes", "memory.max", "memory.high"),
+    ("memory.usage_in_bytes", "memory.current"),
+)
+CACHE = ("total_inactive_file", "inactive_file")
 
 
 def resident_bytes() -> float:
@@ -53,9 +54,9 @@ def free_host_bytes() -> float:
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
     """(limit, bytes used) of each cgroup that this process is in. Those above its own limit it, too."""
-    for version, folder in cgroups("memory"):
-        names, usage, cache = CGROUP_FILES[version]
-        stated = [number for name in names for number in numbers(folder / name) if number > 0]
-        used = sum(numbers(folder / usage)) - sum(numbers(folder / "memory.stat", cache))
+    for folder in cgroups("memory"):
+        stated = [number for name in LIMITS for number in numbers(folder / name) if number > 0]
+        used = [number for name in USED for number in numbers(folder / name)]
+        cache = [number for name in CACHE for number in numbers(folder / "memory.stat", name)]
         if stated:
-            yield min(stated), max(used, 0)
+            yield min(stated), max(sum(used) - sum(cache[:1]), 0)
