@@ -16,7 +16,6 @@ from support.helpers import ROOT, TINY, make_dataset
 from common.errors import RunError, UserError
 from data.folders import dataset_folder
 from data.pipeline import verified
-from data.pipeline.meta_file import NANOGPT
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
@@ -119,13 +118,6 @@ def test_absent_meta_names_the_command_that_makes_it_for_files_of_nanogpt(folder
     splits, meta = open_dataset(config(folder, vocab_size=50304), scan=True)
     assert {split: files.total for split, files in splits.items()} == {"train": 20_000, "val": 4_000}
     assert (meta["eot_id"], meta["tokenizer"]["name"]) == (50256, "gpt2")
-
-
-def test_removed_command_for_files_of_nanogpt_says_what_to_write():
-    command = [sys.executable, "-m", "data.adopt", "data/openwebtext", "--tokenizer=gpt2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "data.adopt was removed" in done.stderr and f"FOLDER/meta.json: {NANOGPT}" in done.stderr
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("uint16", "<u4"), ("uint32", "<i8")])
