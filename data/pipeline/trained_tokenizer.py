@@ -15,10 +15,10 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
-from data.pipeline.documents import BadRecord, hash_document, is_one_document
+from data.pipeline.documents import BadRecord, hash_document, is_one_document, read_records
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan_units, with_threshold
-from data.pipeline.units import Settings, Unit, origin_of, read_unit
+from data.pipeline.units import Settings, Unit, origin_of
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.to_file import FILE, write_content
@@ -106,10 +106,11 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 def training_documents(
     units: list[Unit], settings: Settings, max_bad: int, most_bytes: int
 ) -> Iterator[Iterable[str]]:
-    """The documents for training, in their order; of very much text an even part of about most_bytes. Of an
-    only document, it is the beginning, as empty_split.fill_empty_split() cuts it."""
+    """The documents for training, in their order; of very much text an even part of about most_bytes. A file
+    of text that is left out is not even opened. Of an only document, it is the beginning, as
+    empty_split.fill_empty_split() cuts it."""
     every = max(1, math.ceil(sum(unit.text_size() for unit in units) / most_bytes))
-    documents = _documents(units, settings, max_bad)
+    documents = _documents(units, settings, max_bad, every)
     beginnings = list(islice(documents, 2))
     if len(beginnings) == 1:
         yield beginning(beginnings[0][-1], units, 1 - settings.val_fraction)
@@ -122,14 +123,17 @@ def training_documents(
 
 
 def _documents(
-    units: list[Unit], settings: Settings, max_bad: int
+    units: list[Unit], settings: Settings, max_bad: int, every: int
 ) -> Iterator[tuple[Unit, str, str, int, Iterable[str]]]:
-    """(unit, path, name, number, document) of all documents."""
-    bad = 0
-    listed: list[str] = []  # of very many, the first
-    for unit in units:
-        for path, name, number, document in read_unit(unit, settings.text_key):
+    """(unit, path, name, number, document) of all documents, of which every k-th is used."""
+    good = bad = 0
+    listed: list[str] = []  # of very many bad ones, the first
+    for unit, (path, name) in ((one, file) for one in units for file in one.files):
+        unused = good % every and is_one_document(Path(path))
+        records = [(1, [])] if unused else read_records(Path(path), settings.text_key, unit.span)
+        for number, document in records:
             if not isinstance(document, BadRecord):
+                good += 1
                 yield unit, path, name, number, document
                 continue
             bad += 1
