@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.faults import digest, prepare, processes_of, saved_steps, wait_for_end
-from support.helpers import last_run, start_train
+from support.helpers import HANG_S, last_run, start_train
 
 pytestmark = pytest.mark.kill
 
@@ -129,7 +129,7 @@ def train_through(
             lost = INTERVAL + (INTERVAL if doing == "saves" else AT_ONCE)
             assert done - saved <= lost, f"{done} iterations were made, {saved} are saved, among {doing}"
             continue
-        assert process.wait(20 * seconds) == 0, console_of(out).read_text()[-3000:]
+        assert process.wait(HANG_S) == 0, console_of(out).read_text()[-3000:]
         return made
 
 

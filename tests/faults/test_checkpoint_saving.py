@@ -25,6 +25,7 @@ from support.checkpoint_parts import (
 )
 from support.faults import saved_steps
 from support.helpers import (
+    HANG_S,
     TINY,
     checkpoint_tensors,
     largest_file,
@@ -65,7 +66,9 @@ def equal(ours: dict, theirs: dict) -> bool:
 def late_writing(monkeypatch):
     """The files are written when this is set."""
     allowed, write_files = threading.Event(), saver_module._write_files
-    monkeypatch.setattr(saver_module, "_write_files", lambda *args: allowed.wait(10) and write_files(*args))
+    monkeypatch.setattr(
+        saver_module, "_write_files", lambda *args: allowed.wait(HANG_S) and write_files(*args)
+    )
     return allowed
 
 
@@ -85,7 +88,7 @@ def test_what_is_written_is_the_state_when_the_save_began(tmp_path, late_writing
 def test_the_loop_waits_for_the_copy_alone(config, monkeypatch):
     """The writing waits for the loop here, so a loop that waited for the writing would wait for ever."""
     goes_on, commit = threading.Event(), saver_module._commit
-    monkeypatch.setattr(saver_module, "_commit", lambda *args: (goes_on.wait(60), commit(*args)))
+    monkeypatch.setattr(saver_module, "_commit", lambda *args: (goes_on.wait(HANG_S), commit(*args)))
     saver = make_saver(config, make_state(config))
     saver.prepare()
     saver.begin(Progress(1, 10), waited=1000.0)
@@ -236,7 +239,7 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
 def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
     """Rank 0 fails and takes the folder away while rank 1 is about to write into it."""
     ranks = make_ranks(config, 2)
-    write_files, both_here = saver_module._write_files, threading.Barrier(2, timeout=10)
+    write_files, both_here = saver_module._write_files, threading.Barrier(2, timeout=HANG_S)
 
     def fail_on_rank_0(save, rank, work):
         both_here.wait()

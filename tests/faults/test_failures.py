@@ -17,7 +17,7 @@ from training.faults.stragglers import StragglerDetector
 from training.process.work_timer import Iteration, WorkTimer
 from training.process.world import World
 
-END_SECONDS = 30  # from a rank's end to the job's
+END_SECONDS = 300  # from a rank's end to the job's
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_rank_that_hangs_is_named_with_its_iteration(config, folder):
 @pytest.mark.hang
 def test_a_stopped_rank_is_named(config, folder, rank):
     ended = run_with_fault(config, folder / f"stopped-{rank}", *SOON, fault=f"SIGSTOP {rank} 15")
-    assert ended.status == 1 and ended.seconds < 60, ended.output[-3000:]  # torchrun waits for 30 s
+    assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
     assert "is silent, last seen in " in ended.output and f"rank {rank} (" in root_cause(ended.output)
 
 
@@ -164,7 +164,7 @@ def test_a_slow_rank_is_named_in_the_log(config, folder, flags):
 @pytest.mark.straggler
 def test_500_clean_iterations_name_nobody(config, folder, flags):
     out = folder / f"clean{''.join(flags)}"
-    ended = run_with_fault(config, out, *flags, "--max_iters=550", "--eval_interval=0", timeout=200)
+    ended = run_with_fault(config, out, *flags, "--max_iters=550", "--eval_interval=0")
     assert ended.status == 0 and "straggler" not in ended.output
 
 
@@ -212,7 +212,7 @@ def test_a_node_that_is_lost_is_done_without(config, folder):
         others.append(start_train(elastic, *flags, script=WORKER, torchrun=torchrun, **quiet))
 
     threading.Timer(2, start_other).start()  # the first one holds torchrun's store
-    ended = run_with_fault(elastic, out, "--init_from=auto", processes=1, torchrun=torchrun, timeout=200)
+    ended = run_with_fault(elastic, out, "--init_from=auto", processes=1, torchrun=torchrun)
     others[0].wait()
     assert ended.status == 0 and "Restart 1 by torchrun" in ended.output, ended.output[-3000:]
     assert ended.steps[-1] == ITERATIONS

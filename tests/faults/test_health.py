@@ -374,7 +374,7 @@ def two(dataset, tmp_path_factory):
     keys = {**TINY, "vocab_size": 65, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
     config = write_config(folder / "run.py", **keys, dataset=str(dataset), out_dir=str(folder / "out"))
     worker = ["tests/support/health_worker.py", config, folder / "results.json"]
-    launch([[*torchrun_command(2), *worker]], timeout=120)
+    launch([[*torchrun_command(2), *worker]])
     return json.loads((folder / "results.json").read_text())
 
 

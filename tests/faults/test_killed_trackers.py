@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.helpers import TINY, last_run, make_dataset, run_train, start_train, write_config
+from support.helpers import HANG_S, TINY, last_run, make_dataset, run_train, start_train, write_config
 from support.tracker_files import figures_of
 
 PACKAGES = ("wandb", "tensorboard", "trackio")
@@ -41,7 +41,7 @@ def killed_twice(tmp_path_factory):
     env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     for kill, rows in ((os.killpg, ROWS), (os.kill, 2 * ROWS)):
         process = start_train(config, stdout=subprocess.DEVNULL, **env)
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_S
         while rows_logged(out_dir) < rows + (kill is os.kill):
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.05)
@@ -50,7 +50,7 @@ def killed_twice(tmp_path_factory):
         for child in children if kill is os.killpg else ():  # the one that sends has a session of its own
             os.kill(int(child), signal.SIGKILL)
         process.communicate()
-    done = run_train(config, f"--max_iters={rows_logged(out_dir) + 2 * EVERY}", timeout=120, **env)
+    done = run_train(config, f"--max_iters={rows_logged(out_dir) + 2 * EVERY}", **env)
     assert done.returncode == 0 and "a tracker lacks" not in done.stdout, done.stdout + done.stderr
     return out_dir, env
 

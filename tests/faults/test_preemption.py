@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from support.faults import ITERATIONS, WORKER, prepare, run_with_fault, saved_steps
-from support.helpers import last_run, start_train
+from support.helpers import HANG_S, last_run, start_train
 
 from training import evaluate_and_save
 from training.faults import watchdog
@@ -18,7 +18,6 @@ from training.process.world import World
 
 pytestmark = pytest.mark.stop
 
-GRACE_SECONDS = 30  # torchrun's
 ARRIVAL_SECONDS = 0.3  # until a signal has reached the thread that waits for it
 
 
@@ -40,7 +39,7 @@ def test_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, u
     out = folder / "torchrun"
     stopped = run_with_fault(config, out, "--use_dataloader=True", fault="SIGTERM torchrun 10")
     assert stopped.status == 1, stopped.output[-3000:]
-    assert stopped.steps[-1] in (11, 12) and stopped.seconds < GRACE_SECONDS
+    assert stopped.steps[-1] in (11, 12)
     assert f"stopped by SIGTERM before iteration {stopped.steps[-1]}" in stopped.output
     assert stopped.record()["status"] == "interrupted"
 
@@ -74,7 +73,7 @@ def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupte
     out, flags = folder / f"{name}-{who}-{where}", CASES[where]
     torchrun = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",)
     stopped = run_with_fault(config, out, *flags, fault=f"{name} {who} {where}", torchrun=torchrun)
-    assert stopped.status == 1 and stopped.seconds < GRACE_SECONDS, stopped.output[-3000:]
+    assert stopped.status == 1, stopped.output[-3000:]
     if where == "start":
         assert stopped.steps == []
         return
@@ -174,7 +173,7 @@ def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 130 and "interrupted again" in output

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import warm_python
 from support.helpers import (
+    HANG_S,
     ROOT,
     TINY,
     edit_json,
@@ -179,7 +180,7 @@ def test_no_secret_of_the_environment_or_of_a_url_is_written_or_sent(dataset, tm
     keys |= {"wandb_run_name": f"of {URL}"}
     config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=out_dir)
     env = {**SECRETS, "PYTHONPATH": str(tmp_path / "modules"), "WANDB_SEEN": str(seen)}
-    done = run_train(config, timeout=120, **env)
+    done = run_train(config, **env)
     assert done.returncode == 0, done.stderr
     shown = done.stdout + done.stderr
     assert [secret for secret in (*SECRETS.values(), URL_PASSWORD) if secret in shown] == []
@@ -232,7 +233,7 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
     ]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     worker = [sys.executable, "tests/support/security_worker.py", str(tmp_path / "commands.json")]
-    done = warm_python.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert "--- sample 1 ---" in done.stdout and "Resuming from" in done.stdout
     only_its_own = ["socket.connect ('192.0.2.1', 443)"]  # which shows that it would see one
@@ -242,7 +243,7 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
 # --- 27: two runs in one out_dir ---
 
 
-def wait_for(process, text: str, timeout: float = 90) -> None:
+def wait_for(process, text: str, timeout: float = HANG_S) -> None:
     shown, until = "", time.monotonic() + timeout
     while text not in shown:
         ready, _, _ = select.select([process.stdout], [], [], max(0, until - time.monotonic()))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import prepare, processes_of
+from support.helpers import HANG_S
 from test_chaos import console_of, start, strays
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 60))
@@ -48,7 +49,7 @@ def test_an_hour_of_training_takes_no_more_at_its_end(tmp_path):
         samples.append({pid: usage(pid) for pid in pids})
         time.sleep(SAMPLE)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 1, console_of(out).read_text()[-3000:]
+    assert process.wait(HANG_S) == 1, console_of(out).read_text()[-3000:]
 
     third = len(samples) // 3
     early, late = samples[:third], samples[-third:]

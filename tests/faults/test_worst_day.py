@@ -19,7 +19,16 @@ from types import SimpleNamespace
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, TINY, largest_file, last_run, make_dataset, start_train, write_config
+from support.helpers import (
+    HANG_S,
+    ROOT,
+    TINY,
+    largest_file,
+    last_run,
+    make_dataset,
+    start_train,
+    write_config,
+)
 
 import train
 from common.errors import RunError, UserError
@@ -95,7 +104,7 @@ def start(config, out, *flags, **streams):
     return start_train(config, f"--out_dir={out}", *flags, **streams)
 
 
-def ends(process, seconds=60):
+def ends(process, seconds=HANG_S):
     """Its exit status. A process that does not end is killed."""
     try:
         return process.wait(seconds)
@@ -130,7 +139,7 @@ def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
     assert last_run(tmp_path)["status"] == "failed"
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=HANG_S):
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None and time.monotonic() < end
@@ -154,7 +163,7 @@ def test_the_watchdog_ends_a_run_whatever_stderr_does(config, left, broken, endi
     watchdog, began = make_watchdog(config, **attributes), time.monotonic()
     with pytest.raises(Left), contextlib.redirect_stderr(broken), inbox(watchdog):
         end(watchdog)
-    assert left == [status] and time.monotonic() - began < 15
+    assert left == [status] and time.monotonic() - began < HANG_S
 
 
 def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
@@ -169,7 +178,7 @@ def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
     try:
         with handler.lock:
             handling.start()
-            handling.join(10)
+            handling.join(HANG_S)
             assert not handling.is_alive() and asked == [("stop", signal.SIGTERM)]
     finally:
         log.removeHandler(handler)
@@ -270,7 +279,7 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
 def test_a_run_needs_no_console(config, tmp_path, closed):
     command = shlex.join([sys.executable, "train.py", str(config), f"--out_dir={tmp_path}"])
     done = warm_python.run(
-        f"exec {command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60
+        f"exec {command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert last_run(tmp_path)["status"] == "completed"
@@ -283,7 +292,7 @@ def test_a_closed_stderr_is_not_the_number_of_another_file():
         "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
     )
     command = f"exec {shlex.join([sys.executable, '-c', program])} 2>&- >&- <&-"
-    assert warm_python.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
+    assert warm_python.run(command, shell=True, cwd=ROOT, timeout=HANG_S).returncode == 0
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

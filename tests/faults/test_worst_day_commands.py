@@ -15,7 +15,7 @@ from datetime import datetime
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, write_config
+from support.helpers import HANG_S, ROOT, TINY, last_run, make_dataset, run_train, write_config
 from support.imports import product_files
 
 import sample
@@ -306,7 +306,7 @@ def closed_pipe(command):
     os.close(reader)
     with open(writer, "w") as stdout:
         streams = {"stdout": stdout, "stderr": subprocess.PIPE}
-        done = warm_python.run(command, cwd=ROOT, **streams, text=True, timeout=60)
+        done = warm_python.run(command, cwd=ROOT, **streams, text=True, timeout=HANG_S)
     return done.returncode, done.stderr
 
 
@@ -319,11 +319,13 @@ def test_plots_and_data_commands_end_quietly_with_their_reader(record, config, t
     status, error = closed_pipe([sys.executable, "data/text/prepare.py", "--help"])
     assert status in (0, 141) and error == ""  # older versions of argparse do not ignore the closed pipe
     with open("/dev/full", "w") as full:
-        done = warm_python.run(compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = warm_python.run(
+            compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S
+        )
     assert done.returncode == 2
     assert_one_message(done.stderr)
     closed = f"exec {shlex.join(compare)} >&- 2>&-"
-    assert warm_python.run(closed, shell=True, cwd=ROOT, timeout=60).returncode == 0
+    assert warm_python.run(closed, shell=True, cwd=ROOT, timeout=HANG_S).returncode == 0
 
 
 # --- A.8: no compiler ---
@@ -344,7 +346,7 @@ def test_a_missing_compiler_is_one_message(capfd):
 @pytest.mark.parametrize("variables", [{"CXX": "/nowhere/g++"}, {"PATH": "/nowhere", "CXX": "g++"}])
 def test_a_run_without_a_compiler_says_what_to_do(config, tmp_path, variables):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **variables}
-    done = run_train(config, f"--out_dir={tmp_path / 'out'}", "--compile=True", timeout=120, **env)
+    done = run_train(config, f"--out_dir={tmp_path / 'out'}", "--compile=True", **env)
     assert done.returncode == 2, done.stderr
     assert_one_message(done.stderr)
     assert "--compile=False" in done.stderr

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from support.helpers import TINY, edit_json, last_run, make_dataset, start_train, write_config
+from support.helpers import HANG_S, TINY, edit_json, last_run, make_dataset, start_train, write_config
 from support.hostile_files import replace
 from support.preparation import shared, small_bpe
 
@@ -33,7 +33,7 @@ def test_token_file_truncated_during_training_is_named(tmp_path, workers, packin
     try:
         wait_for_rows(out)
         os.truncate(folder / "train.bin", 1000)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.wait()
@@ -44,7 +44,7 @@ def test_token_file_truncated_during_training_is_named(tmp_path, workers, packin
 
 
 def wait_for_rows(out) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG_S
     while time.monotonic() < end:
         if list(out.glob("run_*.json")) and last_run(out)["training_iterations"]:
             return

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
 from support.faults import saved_steps
-from support.helpers import ROOT, largest_file, last_run, start_train
+from support.helpers import HANG_S, ROOT, largest_file, last_run, start_train
 
 import sample
 from common.errors import UserError
@@ -98,7 +98,7 @@ def test_an_out_dir_that_is_removed_ends_all_ranks(config, out):
         while "Iter      9" not in process.stdout.readline():
             assert process.poll() is None
         shutil.rmtree(out)
-        _, error = process.communicate(timeout=90)
+        _, error = process.communicate(timeout=HANG_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

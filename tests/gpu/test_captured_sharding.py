@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 def run_all(folder, runs: dict[str, list[str]]) -> list[dict]:
     """The records of runs by the same two processes, one after another."""
     commands = [[folder / "run.py", f"--out_dir={folder / out}", *flags] for out, flags in runs.items()]
-    run_in_one_launch(folder, commands, processes=2, timeout=300)
+    run_in_one_launch(folder, commands, processes=2)
     return [last_run(folder / out) for out in runs]
 
 

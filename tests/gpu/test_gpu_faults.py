@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-END_SECONDS = 30
+END_SECONDS = 300
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def autocast(folder):
 
 def trained(folder, name, **keys):
     out_dir = folder / name
-    done = run_train(config_of(folder, name, **keys), f"--out_dir={out_dir}", timeout=300)
+    done = run_train(config_of(folder, name, **keys), f"--out_dir={out_dir}")
     assert done.returncode == 0, done.stderr
     return [row["loss"] for row in last_run(out_dir)["training_iterations"]]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.helpers import ROOT, make_dataset, write_config
+from support.helpers import HANG_S, ROOT, make_dataset, write_config
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
 pytestmark = [
@@ -27,7 +27,7 @@ def peer(config, *flags: str, processes: int = 1) -> dict:
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*launcher, "-m", "bench.peer", "--peer=torchtitan", str(config), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -69,7 +69,7 @@ def test_command_that_cannot_run_exits_with_2_and_one_message(arguments, wanted)
     ids=["no dataset", "zero1 and fsdp"],
 )
 def test_no_rank_hangs_and_rank_0_says_why(config, flags, wanted):
-    done = run_train(config, *flags, processes=2, timeout=60)
+    done = run_train(config, *flags, processes=2)
     assert done.returncode == 1 and re.findall(r"exitcode  : (-?\d+)", done.stderr)[-1] == str(USER_ERROR)
     assert wanted in done.stderr.partition("[rank 0] error: ")[2]
     before_summary = done.stderr.partition("train.py FAILED")[0]
@@ -82,7 +82,7 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
     path = folder / "meta.json"
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "vocab_size": 1, "files": {}}))
-    done = run_train(config, "--vocab_size=60", processes=2, timeout=60)
+    done = run_train(config, "--vocab_size=60", processes=2)
     assert done.returncode != 0
     assert "contains token id 63, beyond the model's vocab_size=60" in done.stderr
 

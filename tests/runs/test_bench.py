@@ -57,7 +57,7 @@ def quick(tmp_path_factory, tokens):
     """(output, table.json, table.md) of the quick suite, as a user starts it."""
     folder = tmp_path_factory.mktemp("quick") / "output"
     command = ["-m", "bench.throughput", *SHORT, "--dataset", tokens, "--output", folder]
-    (printed,) = launch([[*command, "--peer", "transformers", "--roofline", *SIZES]], timeout=120)
+    (printed,) = launch([[*command, "--peer", "transformers", "--roofline", *SIZES]])
     return printed, json.loads((folder / "table.json").read_text()), (folder / "table.md").read_text()
 
 

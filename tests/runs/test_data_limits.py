@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.corpora import make, tokens_and_meta, write_corpus
-from support.helpers import ROOT
+from support.helpers import HANG_S, ROOT
 from support.preparation import shared, small_bpe, write_jsonl
 
 from common.errors import UserError
@@ -83,7 +83,7 @@ def peak_growth(script: str, *arguments) -> float:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc to measure memory")
     command = [sys.executable, "-c", PEAK + script + "\ngrown(work)", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 0, result.stderr
     return float(result.stdout.splitlines()[-1])
 

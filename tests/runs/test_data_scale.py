@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import warm_python
 from support.corpora import HARD, make, tokens_and_meta, write_corpus
-from support.helpers import ROOT, TINY
+from support.helpers import HANG_S, ROOT, TINY
 from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
 from common.errors import UserError
@@ -139,7 +139,7 @@ def corpus(tmp_path_factory) -> dict:
     tokenizer = shared("tokenizers/hf/gpt2")
     options = ["--input", folder / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
     options += ["--shard_tokens", 50_000]  # so that the files of the units stay
-    assert start_prepare(options, folder / "out").wait(timeout=60) == 0
+    assert start_prepare(options, folder / "out").wait(timeout=HANG_S) == 0
     return {"options": options, "bytes": tokens_and_meta(folder / "out")}
 
 
@@ -164,7 +164,7 @@ def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_p
     kill_after_units(start_prepare(corpus["options"], out), out, 2)
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}
     assert 0 < len(kept) < 8
-    assert start_prepare(corpus["options"], out).wait(timeout=60) == 0
+    assert start_prepare(corpus["options"], out).wait(timeout=HANG_S) == 0
     assert tokens_and_meta(out) == corpus["bytes"]
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}.items()
     assert not list(out.rglob("*.tmp*"))
@@ -282,7 +282,7 @@ def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
 
 def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "data.inspect", str(folder), *arguments]
-    return warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_inspect_prints_counts_and_text(tmp_path, bpe):
@@ -297,7 +297,7 @@ def test_inspect_prints_counts_and_text(tmp_path, bpe):
 
 def test_inside_data_the_inspect_of_the_standard_library_is_imported():
     command = [sys.executable, "-c", "import inspect; print(inspect.signature(print), inspect.__file__)"]
-    result = warm_python.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
+    result = warm_python.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 0, result.stderr
     assert str(ROOT) not in result.stdout and "inspect.py" in result.stdout
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from support.helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset, write_config
+from support.helpers import HANG_S, ROOT, TINY, checkpoint_tensors, last_run, make_dataset, write_config
 
 import train
 from common.errors import UserError
@@ -247,7 +247,7 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
 def test_a_python_without_torch_is_told_which_one_to_use(program):
     """-S: without the installed packages, as where no environment is active."""
     command = [sys.executable, "-S", program, "config/quickstart.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2 and "source .venv/bin/activate" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -259,7 +259,9 @@ def test_a_terminal_is_told_at_once_that_torch_is_loaded(arguments):
     """By a pseudo-terminal; a file or a pipe gets no such line."""
     command = [sys.executable, *arguments]
     main, terminal = os.openpty()
-    done = subprocess.run(command, cwd=ROOT, stderr=terminal, stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, stderr=terminal, stdout=subprocess.PIPE, text=True, timeout=HANG_S
+    )
     os.close(terminal)
     assert done.returncode == 0 and "loading torch" not in done.stdout
     assert os.read(main, 100).startswith(b"loading torch ...")
@@ -275,7 +277,7 @@ def test_a_terminal_shows_the_start_up_report_in_80_columns_and_a_pipe_gets_whol
         "--gpu=H100",
     ]
     options = {"cwd": ROOT, "stderr": subprocess.DEVNULL}
-    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, **options).stdout
+    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=HANG_S, **options).stdout
     main, terminal = os.openpty()
     with subprocess.Popen(command, stdout=terminal, **options) as process, open(main, "rb") as screen:
         os.close(terminal)

@@ -62,7 +62,7 @@ def test_import_needs_the_model_once(large):
 @pytest.mark.slow
 def test_export_needs_one_tensor_at_a_time(large, tmp_path):
     config = hf_run(tmp_path, max_iters=1, batch_size=1, block_size=64, out_dir=tmp_path / "out")
-    done = run_train(config, f"--init_weights=hf:{large}", timeout=200)
+    done = run_train(config, f"--init_weights=hf:{large}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert peak("export", tmp_path / "out", tmp_path / "exported") < limit(large)
     assert (tmp_path / "exported/model.safetensors").stat().st_size > 190e6

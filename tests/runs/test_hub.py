@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT
+from support.helpers import HANG_S, ROOT
 from support.preparation import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
 from common.errors import UserError
@@ -154,7 +154,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
     process = warm_python.Popen(
         command, cwd=ROOT, env=hub.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while len(hub.log) < 7 or len(list(out.glob("units/*.json"))) < 2:  # of 3: all but the large file's
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

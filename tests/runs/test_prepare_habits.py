@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.helpers import ROOT
+from support.helpers import HANG_S, ROOT
 from support.preparation import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
 
 from data.pipeline import input_files
@@ -113,7 +113,7 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while len(list(out.glob("units/*")) if "units" in moment else processes_of(process.pid)) < 4:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
@@ -123,12 +123,12 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
             os.kill(worker, signal.SIGINT)
         time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to all workers
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr and "KeyboardInterrupt" not in stderr
     last = stderr.replace("\r", "\n").splitlines()[-1]
     assert last == "interrupted; what is complete is kept: the same command goes on"
-    deadline = time.monotonic() + 5  # the tracker of shared memory ends just after the others
+    deadline = time.monotonic() + HANG_S  # the tracker of shared memory ends just after the others
     while processes_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(process.pid) == [] and not (out / "meta.json").exists()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
+from support.helpers import HANG_S, ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
 import model
 from training import evaluate_and_save
@@ -362,7 +362,7 @@ def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
     process = start_train(config, *ENDLESS, "--log_save_interval=1", stdout=subprocess.DEVNULL)
     reads, rows = 0, -1
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_S
         while rows < 40 and time.monotonic() < until:
             for path in tmp_path.glob("out/run_*.json"):
                 content = parse(path.read_text())

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, TINY, make_dataset, write_config
+from support.helpers import HANG_S, ROOT, TINY, make_dataset, write_config
 
 from bench import recovery
 from common.errors import UserError
@@ -20,7 +20,7 @@ def bench(tmp_path):
     def bench(*options) -> dict:
         command = [sys.executable, "-m", "bench.recovery", config, f"--output={tmp_path / 'out'}"]
         done = warm_python.run(
-            [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=240
+            [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads((tmp_path / "out/table.json").read_text())

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from support import warm_python
-from support.helpers import ROOT, TINY
+from support.helpers import HANG_S, ROOT, TINY
 
 import sample
 from common.errors import UserError
@@ -81,7 +81,7 @@ def test_bad_options_are_named_without_a_traceback(capsys, flag):
 
 def test_no_checkpoint_is_one_line_and_status_1(tmp_path):
     command = [sys.executable, "sample.py", f"--out_dir={tmp_path}"]
-    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "holds no complete checkpoint" in done.stderr
 

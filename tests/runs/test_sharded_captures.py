@@ -14,7 +14,7 @@ def ranks(tmp_path_factory):
     dataset = make_dataset(folder / "tokens", train_tokens=100_000)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     worker = ["tests/support/graphs_worker.py", dataset, folder / "results.json", "cpu"]
-    launch([[*launcher, *worker]], timeout=120)
+    launch([[*launcher, *worker]])
     return json.loads((folder / "results.json").read_text())
 
 

@@ -4,6 +4,8 @@ import re
 import shutil
 import subprocess
 
+from support.helpers import HANG_S
+
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --enable-logging=stderr --dump-dom"
 
@@ -18,5 +20,5 @@ def shown(path, script="", width=1280):
         path.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
     command = [PROGRAM, *FLAGS.split(), f"--user-data-dir={path.parent / 'chromium'}"]
     command += [f"--window-size={width},900", path.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     return done.stdout, re.findall(r"CONSOLE.*?\] (.*)", done.stderr)

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, start_train, write_config
+from support.helpers import (
+    HANG_S,
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    make_dataset,
+    start_train,
+    write_config,
+)
 
 ITERATIONS, INTERVAL = 24, 8  # of a run; between its evaluations and checkpoints
 WORKER = "tests/support/fault_worker.py"
-ORPHAN_SECONDS = 8  # a data worker looks every 5 s whether its process is still there
 
 
 @dataclass
@@ -66,7 +73,7 @@ def run_with_fault(
     fault: str = "",
     processes: int = 2,
     torchrun: tuple = (),
-    timeout: float = 100,
+    timeout: float = HANG_S,
     **env: str,
 ) -> Ended:
     """Under torchrun if there are several processes. Fails if it does not end or leaves a process behind."""
@@ -99,7 +106,7 @@ def wait_for_all(out: Path, timeout: float, start: Callable[[IO], subprocess.Pop
 
 def wait_for_end(out: Path) -> list[int]:
     """Processes of that out_dir that do not end by themselves."""
-    until = time.monotonic() + ORPHAN_SECONDS
+    until = time.monotonic() + HANG_S  # a data worker looks every 5 s whether its process is still there
     while (left := processes_of(out)) and time.monotonic() < until:
         time.sleep(0.2)
     return left

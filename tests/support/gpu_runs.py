@@ -6,7 +6,7 @@ from support.helpers import last_run, run_train
 def train(folder, out: str, *flags: str, config: str = "run.py", processes: int = 1, **env: str) -> dict:
     """The record of a run in folder / out."""
     arguments = folder / config, f"--out_dir={folder / out}", *flags
-    done = run_train(*arguments, processes=processes, timeout=300, **env)
+    done = run_train(*arguments, processes=processes, **env)
     assert done.returncode == 0, done.stderr[-3000:]
     return last_run(folder / out)
 

@@ -19,6 +19,8 @@ from safetensors import safe_open
 from support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
+# After so many seconds, what a test waits for hangs: a busy machine may be 20 times slower than an idle one.
+HANG_S = 600
 WITHOUT_DATA = "no test data"  # begins the reason of a skip; conftest.py counts them
 
 # What the full configs choose on one H200, stated: for tests of other things than that choice.
@@ -178,7 +180,7 @@ def run_in_one_launch(
     folder: Path,
     commands: list[list],
     processes: int = 1,
-    timeout: float = 240,
+    timeout: float = HANG_S,
     worker: str = "tests/support/runs_worker.py",
 ) -> None:
     """train.py with each argument list, by the same processes, one after another."""
@@ -187,7 +189,7 @@ def run_in_one_launch(
     launch([[*(torchrun_command(processes) if processes > 1 else []), worker, path]], timeout)
 
 
-def launch(commands: list[list], timeout: float = 240) -> list[str]:
+def launch(commands: list[list], timeout: float = HANG_S) -> list[str]:
     """Python with each argument list, side by side; what they printed. Kills all if one takes too long."""
     processes = [
         warm_python.Popen(
@@ -213,7 +215,7 @@ def launch(commands: list[list], timeout: float = 240) -> list[str]:
     return [stdout for stdout, _ in outputs]
 
 
-def run_train(*args: object, timeout: float = 60, **options) -> subprocess.CompletedProcess:
+def run_train(*args: object, timeout: float = HANG_S, **options) -> subprocess.CompletedProcess:
     """start_train, waited for. A run that hangs is killed with its processes and raises TimeoutExpired."""
     process = start_train(*args, **options)
     try:

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.helpers import HANG_S
 
 DEEP = "[" * 500 + "]" * 500  # nested deeper than any file of ours
 
@@ -19,7 +20,7 @@ def no_hang():
         raise Hang
 
     before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(30)
+    signal.alarm(HANG_S)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, WITHOUT_DATA
+from support.helpers import HANG_S, ROOT, WITHOUT_DATA
 
 from data.pipeline.small_dataset import write_dataset
 from data.pipeline.units import tokenize
@@ -39,7 +39,7 @@ def shared(name: str) -> Path:
 
 def run_prepare(name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None) -> subprocess.CompletedProcess:
     command = [sys.executable, script or f"data/{name}/prepare.py", *map(str, arguments)]
-    return warm_python.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return warm_python.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG_S)
 
 
 def prepare_text(*arguments, env=ENVIRONMENT) -> str:

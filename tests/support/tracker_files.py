@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.helpers import HANG_S
+
 OF_WANDB_ITSELF = ("_step", "_runtime", "_timestamp")
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -22,7 +24,7 @@ def figures_of(tracker: str, out_dir: Path, **env: str) -> dict[str, list]:
         env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.helpers import ROOT, TINY, make_dataset
+from support.helpers import HANG_S, ROOT, TINY, make_dataset
 
 from common.errors import RunError, UserError
 from data.folders import dataset_folder
@@ -234,7 +234,7 @@ def test_machines_with_one_disk_read_each_file_once(folder, monkeypatch, caplog)
 
     def counting(path, *arguments):
         names.append(path.name)
-        assert second_waits.wait(30)
+        assert second_waits.wait(HANG_S)
         return scan(path, *arguments)
 
     monkeypatch.setattr(verified, "scan", counting)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from support.helpers import ROOT, TINY, write_config
+from support.helpers import HANG_S, ROOT, TINY, write_config
 
 import sample
 import train
@@ -129,5 +129,5 @@ def test_a_flag_with_a_dot_names_the_program_that_has_such_flags(flag, program):
 def test_the_hint_is_what_a_user_sees(tmp_path):
     path = write_config(tmp_path / "run.py", **TINY, dataset="x")
     command = [sys.executable, "train.py", str(path), "--depth=20"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2 and "nanochat's; here: n_layer" in done.stderr, done.stderr

@@ -8,7 +8,7 @@ import sys
 import urllib.error
 
 import pytest
-from support.helpers import ROOT
+from support.helpers import HANG_S, ROOT
 
 from data.huggingface import NO_ANSWER, OFFLINE, why_no_download
 from training.configuration.help import FIRST, help_text
@@ -21,7 +21,7 @@ def make(*arguments) -> subprocess.CompletedProcess:
     """As a user's own: the tests may be started by make, whose flags and variables a child takes over."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--no-print-directory", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_make_help_lists_every_target():
@@ -65,7 +65,7 @@ def test_tab_completes_every_key(tmp_path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     script = f'PATH={shlex.quote(str(tmp_path))}:"$PATH"; {line}; complete -p python'
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert set(re.findall(r"--(\w+)=", done.stdout)) == set(KEYS)
 
@@ -83,7 +83,9 @@ def test_windows_is_refused_in_one_line_that_names_wsl(path):
         "sys.modules['torch'] = type(sys)('torch');"  # which would look for files of Windows
         f"sys.argv = [{path!r}]; runpy.run_path({path!r}, run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert "Windows is not supported" in line and "wsl --install" in line

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from support import warm_python
+from support.helpers import HANG_S
 
 from ops.triton_kernels import launch
 from ops.triton_kernels.launch import walking_programs
@@ -208,6 +209,6 @@ def test_kernels_give_the_bits_of_their_plain_forms_in_tritons_interpreter(modul
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import warm_python
+from support.helpers import HANG_S
 
 from common.errors import UserError
 from common.text import aligned
@@ -440,7 +441,7 @@ def test_missing_matplotlib_comes_with_the_command_that_installs_it(tmp_path, mo
 def test_the_scripts_run_from_any_folder_with_a_quoted_glob(tmp_path):
     write(tmp_path, new_record(100), "run_1")
     write(tmp_path, new_record(100, V1), "run_2")
-    keywords = dict(cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    keywords = dict(cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     single, refused = (
         warm_python.run([sys.executable, str(PLOTS / script), "run_*.json"], **keywords)
         for script in ("plot_single_run.py", "compare_runs.py")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT
+from support.helpers import HANG_S, ROOT
 
 PROBE = """
 import json, os, signal, sys, threading
@@ -90,6 +90,6 @@ def test_it_can_be_written_to_signalled_and_waited_for(script):
         process.wait(0.2)
     os.killpg(process.pid, 0)
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM == process.poll()
+    assert process.wait(HANG_S) == -signal.SIGTERM == process.poll()
     with pytest.raises(subprocess.TimeoutExpired):
         warm_python.run(command, timeout=0.2)
