@@ -4,7 +4,10 @@ seals (400), its reference experiment (500), matmuls of scaled blocks for Blackw
 natively (110), flash-attn 4, also with document masks, and the peaks of these formats (300), the second look
 with its kernel (300), seconds to the next step (300), costs that grow (90), the time, price and summary of a
 run and the hints for those who come from elsewhere (430), the bias of q, k, v where heads are split (70),
-operators that cost the host less (40); 600 left."""
+operators that cost the host less (40); 600 left.
+
+Every budget was then equal to its figure, so that the first line of a newcomer failed four cases, and the
+documents had 9 words left. So each got 2 % more, and the documents 2,500 words, until parts are taken out."""
 
 import subprocess
 
@@ -47,14 +50,14 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 38_844,
-    "lines that train.py reaches": 24_752,
-    "lines of ops/": 6_563,
-    "lines of bench/": 3_401,
-    "lines of configs": 509,
-    "lines of training/": 15_328,
-    "keys": 107,
-    "words of the documents": 27_000,
+    "lines of the product": 39_620,
+    "lines that train.py reaches": 25_247,
+    "lines of ops/": 6_694,
+    "lines of bench/": 3_469,
+    "lines of configs": 519,
+    "lines of training/": 15_634,
+    "keys": 110,
+    "words of the documents": 29_500,
 }
 
 
