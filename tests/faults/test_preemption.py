@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.faults import ITERATIONS, WORKER, prepare, run_with_fault, saved_st
 from support.helpers import HANG_S, last_run, start_train
 
 from training import evaluate_and_save
+from training.faults import consensus as consensus_module
 from training.faults import watchdog
 from training.faults.consensus import Consensus
 from training.faults.replica_check import ReplicaCheck
@@ -95,7 +97,7 @@ def test_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, wh
     """The compiler's processes get torchrun's signal, too. It may take longer than 30 s."""
     out = folder / f"compile-{who}"
     env = {"TORCHINDUCTOR_CACHE_DIR": f"{out}-cache", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "200"}
-    stopped = run_with_fault(config, out, "--compile=True", fault=f"SIGTERM {who} 0", timeout=250, **env)
+    stopped = run_with_fault(config, out, "--compile=True", fault=f"SIGTERM {who} 0", **env)
     assert stopped.status == 1 and stopped.steps and stopped.steps[-1] in (1, 2), stopped.output[-3000:]
 
 
@@ -212,3 +214,20 @@ def test_what_is_asked_is_answered_once(config):
     assert consensus.answer("checkpoint") == 7 and consensus.answer("stop") == 0
     consensus.exchange()
     assert consensus.answer("checkpoint") == 0
+
+
+def test_what_is_under_way_when_an_answer_is_needed_at_once_is_not_lost(monkeypatch):
+    """A stop that the other rank asked for, while a checkpoint is saved."""
+    of_rank_1 = iter([[15.0, 0.0, 0.0], [0.0, 7.0, 0.0]])
+
+    def arrives(everyone, mine, **_):
+        everyone.copy_(torch.stack([mine[0], torch.tensor(next(of_rank_1), dtype=mine.dtype)]))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(consensus_module, "cpu_group", lambda world: "gloo")
+    monkeypatch.setattr(consensus_module, "all_gather", arrives)
+    consensus = Consensus(World(0, 0, 2, torch.device("cpu")))
+    consensus.exchange()
+    assert consensus.answer("stop") == 0, "on its way"
+    consensus.exchange(at_once=True)
+    assert consensus.by_rank("stop") == [0, 15] and consensus.by_rank("checkpoint") == [0, 7]

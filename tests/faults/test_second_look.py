@@ -311,6 +311,8 @@ def test_a_difference_in_the_first_iteration_may_be_the_settings(dataset):
         policy.read_now()
     never = AnomalyPolicy(TrainConfig(), ALONE, None, start=0)
     assert not any(map(never.wants_second_look, range(3)))
+    resumed = AnomalyPolicy(TrainConfig(replay_check_interval=4), ALONE, None, start=5)
+    assert [i for i in range(5, 13) if resumed.wants_second_look(i)] == [5, 8, 12]
 
 
 # --- settings that do not repeat ---

@@ -16,6 +16,7 @@ from support.helpers import HANG_S, ROOT, TINY, checkpoint_tensors, last_run, ma
 import train
 from common.errors import UserError
 from common.processes import python_name
+from training import evaluate_and_save
 from training.batches.loader import Loader
 from training.configuration.keys import TrainConfig
 from training.evaluate_and_save import EvaluateAndSave
@@ -124,6 +125,12 @@ def test_a_run_too_short_for_a_best_saves_none(start, tmp_path, flags, steps):
     assert start("--max_iters=5", "--always_save_checkpoint=False", *flags) == 0
     assert evaluated(tmp_path / "out")[-1] == 5
     assert saved(tmp_path / "out")[-1:] == steps
+
+
+def test_an_equal_validation_loss_is_no_new_best(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_and_save, "evaluate", lambda *_: {"train": 3.0, "val": 3.0})
+    assert start("--max_iters=6", "--eval_interval=2", "--always_save_checkpoint=False") == 0
+    assert evaluated(tmp_path / "out") == [2, 4, 6] and saved(tmp_path / "out") == ["step-00000002"]
 
 
 def test_the_last_evaluation_changes_no_bit_of_the_training(start, tmp_path, monkeypatch):

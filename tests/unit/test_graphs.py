@@ -51,6 +51,7 @@ def test_a_field_that_is_missing_is_an_error_and_never_the_value_of_another(miss
         {"dtype": "float16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
+        {"dtype": "bfloat16", "low_precision": "fp8_delayed"},
     ],
 )
 def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(dataset, graph_lines, keys):
@@ -61,6 +62,7 @@ def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(datase
     step = graphed(parts, fake)
     assert train(parts, step) == expected
     assert same(weights(parts), weights(eager))
+    assert same(*(list(each.state.low_precision.state().values()) for each in (parts, eager)))
     assert torch.equal(torch.get_rng_state(), eager_generator)
     assert fake.captures == 2  # without and with the gradient's sum
     assert step.snapshot is None and step.references == []

@@ -108,6 +108,7 @@ def test_v1_is_audited_and_its_deviation_reported():
     audit = audit_flops(v1.build_model(config), flops, 32, v1.EXACT)
     assert not v1.EXACT and not audit["exact"]
     assert audit["formula_over_counted"] == per_token(v1, config) / per_token(v3, config) > 1
+    assert flops["attention_flops_per_layer"] == 4 * 32 * 64 * 32, "4 A S operations a token"
     assert flops["attention_to_ffn_ratio"] is None  # one N for all parameters: no split to report
 
 

@@ -141,6 +141,10 @@ def test_schedule_is_that_of_checkpoints_that_exist():
     sources, own = shares(0.7, 0.3).schedule(np.arange(16), SEED)
     assert sources.tolist() == [1, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0]
     assert own.tolist() == [0, 0, 1, 2, 3, 4, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10]
+    sources, own = shares(0.7, 0.3).schedule(BLOCK + np.arange(16), SEED)  # the second block's order
+    assert sources.tolist() == [0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1]
+    assert own.tolist() == [179, 180, 181, 77, 182, 78, 183, 184, 79, 80, 185, 186, 81, 187, 188, 82]
+    assert shares(0.29, 0.71).counts(25 * BLOCK).tolist() == [1856, 4544], "a product of floats is 1855.99"
 
 
 # --- samples ---

@@ -22,6 +22,7 @@ CASES = {  # name -> (scaling, head_dim, theta)
     "Qwen3, four times longer": (YARN, 128, 1e6),
     "LLaMA 2, sixteen times longer": (YARN | {"factor": 16, ORIGINAL: 4096}, 128, 1e4),
     "stated attention_factor": (YARN | {"attention_factor": 0.8, "beta_fast": 16, "beta_slow": 2.0}, 96, 1e5),
+    "a ramp that ends beyond the last pair": ({**YARN, "beta_fast": 8}, 16, 100.0),
     "a step instead of a ramp": ({**YARN, "beta_fast": 1.0001, "beta_slow": 1}, 2, 1e4),
 }
 

@@ -103,9 +103,9 @@ def test_hash_and_largest_id_are_of_all_chunks(ids, monkeypatch):
 def test_a_probe_sees_the_whole_file(ids, monkeypatch):
     path, values = ids
     monkeypatch.setattr(fingerprint, "PROBE_BYTES", 64)
-    monkeypatch.setattr(fingerprint, "PROBES", 32)
+    monkeypatch.setattr(fingerprint, "PROBES", 3)
     first = fingerprint._probe(path, 2000)
-    for place in (0, 400, 999):
+    for place in (0, 500, 999):  # 192 bytes are read: at the beginning, in the middle and at the end
         changed = values.copy()
         changed[place] = 0
         changed.tofile(path)
