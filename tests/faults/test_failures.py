@@ -251,3 +251,6 @@ def test_a_restart_tells_its_own_checkpoints_from_those_that_were_there(config, 
     (root / "step-00000108").mkdir()
     assert settled(2).init_from == "resume"
     assert settled(2, *first).resume_from == "latest"
+    assert settled(0).init_from == settled(1).init_from == "scratch"
+    os.utime(root / "step-00000108", ns=(1, 1))
+    assert settled(1).init_from == "resume", "one that was saved anew has an earlier one's name"

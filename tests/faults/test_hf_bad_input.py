@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.checkpoint_parts import make_state
 from support.helpers import edit_json, make_dataset, run_train
 from support.hf_models import change_config, copy, hf_run, logits_of, save, save_four, some_ids, tensors
 
@@ -149,9 +150,20 @@ def test_what_one_rank_finds_ends_all_ranks_with_one_message(made, tmp_path):
     assert not (tmp_path / "out/checkpoints").exists()
 
 
-def test_ranks_that_read_different_files_are_told_so(monkeypatch):
+def test_every_machine_hashes_every_file(tmp_path):
+    folder = save("qwen3", tmp_path / "model", shards="20KB")
+    config = load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"])
+    names = []
+    for rank in (2, 3):  # the second of two machines
+        world = World(rank, rank - 2, 4, torch.device("cpu"), local_size=2)
+        names += reading._read(config, make_state(config, world=world))["files"]
+    assert sorted(names) == sorted(reading.list_files(folder)) and len(names) > 4
+
+
+@pytest.mark.parametrize("other", [{"files": {"a": {"sha256": "2"}}}, {"config": {"rope_theta": 5.0}}])
+def test_ranks_that_read_different_files_are_told_so(monkeypatch, other):
     mine = {"source": "hf:x", "files": {"a": {"sha256": "1"}}, "config": {}}
-    theirs = mine | {"files": {"a": {"sha256": "2"}}}
+    theirs = mine | other
     monkeypatch.setattr(reading, "gather_objects", lambda value, world: [value, theirs])
     with pytest.raises(UserError, match="rank 1 reads another a of hf:x than other ranks; copy the same"):
         reading._compare(mine, World(0, 0, 2, torch.device("cpu")))

@@ -214,10 +214,24 @@ def test_gradients_sent_in_bf16_are_the_updates_as_they_arrive(assemble, shardin
         # a CPU's update wants gradients in the weights' dtype; a GPU's takes any
         assert shard.grad.dtype == shard.local.dtype
         assert (shard.grad.untyped_storage().data_ptr() in sent) == (weights == "bfloat16")
-    if not sharding:
-        squares = sum(shard.grad.double().square().sum() for shard in strategy.shards)
-        assert strategy.loss_and_norm()[1].item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
+    # of this rank's rows, with ZeRO-1: the other one adds nothing
+    squares = sum(shard.grad.double().square().sum() for shard in strategy.shards)
+    assert strategy.loss_and_norm()[1].item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
     del expected
     strategy.clear_gradients()
     left = sum(size for at, size in storages().items() if at not in before)
     assert left < 100 * len(strategy.shards) and not strategy.has_gradients()  # the loss and the norms
+
+
+@SHARDINGS
+def test_a_gradient_that_is_left_anywhere_is_seen(assemble, sharding):
+    """A capture that leaves one would add it to the next iteration's."""
+    flags = ["--dtype=bfloat16", "--param_dtype=bfloat16", "--gradient_dtype=bfloat16"]
+    _, strategy, _ = assemble(*sharding, *flags)
+    tensors = [tensor for bucket in strategy.buckets for tensor in bucket.tensors]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16, torch.float32}, "of matrices, of vectors"
+    for tensor in tensors:
+        assert not strategy.has_gradients()
+        tensor[0] = 1e-9
+        assert strategy.has_gradients()
+        strategy.clear_gradients()

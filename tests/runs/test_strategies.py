@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.checkpoint_parts import as_format_2
 from support.helpers import (
     TINY,
@@ -22,10 +23,15 @@ from support.helpers import (
     run_in_one_launch,
     write_config,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import model_builder
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
+from training.optimization.step import _gradient_sum
+from training.process.world import World
 from training.strategies import fused_sums
+from training.strategies.fsdp import Fsdp
 from training.strategies.parallelize import parallelism_line
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
@@ -541,6 +547,29 @@ def test_ways_of_sharding_change_nothing_but_memory(runs, variant):
 
 
 HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_under_hybrid_sharding_a_rank_has_the_rows_of_its_place_and_replicas_count_once(rank):
+    """The other three ranks, on two machines, are imagined."""
+    config = TrainConfig(**{**CONFIG, "use_fsdp": True, "fsdp_sharding": "hybrid"})
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=0)
+        whole = {name: weight.detach().clone().view(-1) for name, weight in model.named_parameters()}
+        strategy = Fsdp(model, config, World(rank, rank % 2, 4, torch.device("cpu"), local_size=2))
+        assert (strategy.parts, strategy.replicas) == (2, 2)
+        for shard in strategy.shards:
+            mine = whole[shard.name][shard.start : shard.start + shard.local.numel()]
+            assert torch.equal(shard.local.detach().view(-1), mine), shard.name
+            shard.local.grad = torch.ones_like(shard.local)
+        strategy.loss = torch.tensor(6.0)
+        loss, norm = strategy.loss_and_norm()  # this rank's shares: nothing is added to them
+        elements = sum(shard.local.numel() for shard in strategy.shards)
+        assert loss == 6 / 4 and norm.item() ** 2 == pytest.approx(elements / 2)
+        assert _gradient_sum(strategy.shards).item() == pytest.approx(elements / 2)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from training.checkpoints.saved_state import read_state
 from training.checkpoints.tensor_files import Part, read_header, write_parts
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.verification import damage, digest, open_tensors, recorded_files
+from training.optimization.low_precision_state import DelayedScaling
 from training.pretrained.writing import write_model
 
 pytestmark = pytest.mark.damage
@@ -127,6 +129,20 @@ def test_a_tensor_whose_part_is_missing_is_refused(tmp_path):
     assert TensorFiles(read[0] + read[1]).wholes["t"].shape == (4,)
     with pytest.raises(ValueError, match="the parts of t do not make"):
         TensorFiles(read[1])
+
+
+def test_an_optional_tensor_of_another_shape_begins_anew_and_the_others_are_read(tmp_path):
+    """What fp8_delayed keeps, after allow_changes=amax_history."""
+    config = make_config(tmp_path / "out")
+    before, now = make_state(config, 1), make_state(config, 2)
+    for state, length in ((before, 4), (now, 2)):
+        state.low_precision = DelayedScaling(1, replace(config, amax_history=length), torch.device("cpu"))
+    for tensor in before.low_precision.state().values():
+        tensor.fill_(3.0)
+    load_checkpoint(save(make_saver(config, before), 3), now)
+    kept = now.low_precision.state()
+    assert kept["scale"].tolist() == [3, 3, 3] and not kept["history"].any()
+    assert all(torch.equal(tensor, copies(now)[name]) for name, tensor in copies(before).items())
 
 
 # --- nothing in a checkpoint is executed ---
@@ -270,16 +286,18 @@ def test_only_ffn_up_of_a_gated_model_has_other_rows_in_format_2(tmp_path, prese
     assert all(torch.equal(p.detach(), expected[f"model.{name}"]) for name, p in model.named_parameters())
 
 
-def test_any_rows_of_halves_in_any_parts_are_read_as_pairs(tmp_path):
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_any_rows_in_any_parts_are_read_in_order_also_from_halves(tmp_path, in_halves):
     whole = torch.arange(30.0).view(10, 3)
+    stored = halves("a.ffn.up.weight", whole) if in_halves else whole
     places, start = [], 0
     for count in (3, 4, 3):  # both halves are in two parts
         path = tmp_path / f"{start}.safetensors"
         part = Part("t", (start, 0), (count, 3), torch.float32)
-        write_parts(path, [(part, halves("a.ffn.up.weight", whole)[start : start + count])])
+        write_parts(path, [(part, stored[start : start + count])])
         places += read_header(path).items()
         start += count
-    reader = TensorFiles(places, {"t"})
+    reader = TensorFiles(places, {"t"} if in_halves else ())
     for rows in (range(10)[a:b:step] for a in range(10) for b in range(a + 1, 11) for step in (1, 2)):
         assert torch.equal(reader.read_rows("t", rows), whole[rows.start : rows.stop : rows.step]), rows
     with pytest.raises(ValueError, match="t has 10 rows, and 11 were asked for"):

@@ -219,6 +219,15 @@ def test_a_skipped_update_leaves_every_bit_and_gradients_are_unscaled(dataset):
     assert torch.equal(plain[1][name].local, scaled[1][name].local)
 
 
+def test_each_update_is_rounded_with_random_bits_of_its_own(dataset):
+    keys = {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"}
+    optimizer, _ = optimizer_of(dataset, **keys)
+    ours = optimizer.both[0]
+    for update in (1, 2, 3):
+        optimizer.step()
+        assert {int(ours.roundings[shard.local].key[1]) for shard in ours.shards} == {update}
+
+
 # --- what is said and refused ---
 
 

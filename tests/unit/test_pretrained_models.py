@@ -113,6 +113,18 @@ def test_both_spellings_of_config_json_mean_the_same():
         assert old.keys["rope_scaling"]["factor"] == 4.0
 
 
+LEFT_OUT = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 8), ("qwen2", 8), ("qwen3", 128)])
+def test_what_config_json_leaves_out_has_transformers_default(family, head_dim):
+    fields = LEFT_OUT | {"model_type": family, "vocab_size": 64, "max_position_embeddings": 512}
+    found = read_architecture(fields | {"rope_parameters": LLAMA3}, "config.json").keys
+    assert (found["head_dim"], found["norm_eps"], found["rope_theta"]) == (head_dim, 1e-6, 10_000)
+    assert found["rope_scaling"] == LLAMA3 | {"original_max_position_embeddings": 512}
+
+
 # --- out ---
 
 
