@@ -4,6 +4,7 @@ replicas that drift apart are found."""
 import functools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,10 @@ def test_a_loss_that_never_varies_has_no_spikes_of_rounding():
         assert judge(health, 2.0, 1.0) == 0
     assert judge(health, 2.0 + 1e-5, 1.0 + 1e-5) == 0
     assert judge(health, 2.0 * 1.01, 1.0) == LOSS_SPIKE
+    in_bf16 = UpdateGuard(TrainConfig(**SPIKES, reduce_dtype="bfloat16"), CPU)
+    for _ in range(2 * N):
+        judge(in_bf16, 2.0, 1.0)
+    assert judge(in_bf16, 2.0 * 1.01, 1.0) == 0, "one step of bf16 is 0.8 %"
 
 
 @pytest.mark.bad_numbers
@@ -447,6 +452,17 @@ def test_the_odd_one_out_is_named_where_most_agree():
     assert drift._odd_ones([0, 1, 2, 3], [7, 8, 8, 7]) == [0, 1, 2, 3]
     assert drift._odd_ones([0, 1], [7, 8]) == [0, 1]
     assert drift._odd_ones([0, 1, 2], [7, 7, 7]) == []
+
+
+@pytest.mark.replicas
+def test_under_hybrid_sharding_ranks_are_compared_with_those_that_hold_the_same_part(monkeypatch):
+    monkeypatch.setattr(drift, "replicated", lambda state: {"w": None})
+    monkeypatch.setattr(drift, "checksums", lambda held: [torch.tensor([1])])
+    monkeypatch.setattr(
+        drift, "all_gather", lambda everyone, mine: everyone.copy_(torch.tensor([1, 2, 1, 9]))
+    )
+    state = SimpleNamespace(world=World(0, 0, 4, CPU), strategy=SimpleNamespace(parts=2))
+    assert drift.differences(state) == ([1, 3], ["w"])
 
 
 @pytest.mark.parametrize(("interval", "checks"), [(10, [11, 19, 31]), (0, []), (1, [3, 7, 11])])

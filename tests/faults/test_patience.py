@@ -245,6 +245,20 @@ def test_work_is_timed_after_5_iterations_and_told_after_10_more(monkeypatch):
     assert found[:15] == [0.0] * 15 and found[15:] == [1.0] * 15, "the running one is not complete"
 
 
+def test_work_is_without_the_waits_for_others_up_to_the_end_of_the_forward(monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr("training.process.work_timer.time.perf_counter", lambda: float(next(now)))
+    timer = WorkTimer(on_gpu=False)
+    for _ in range(20):
+        timer.begin_batch()
+        timer.begin_wait()
+        timer.end_wait()
+        timer.end_forward()
+        timer.begin_wait()  # an evaluation's
+        timer.end_wait()
+    assert timer.seconds() == 3 - 1
+
+
 def make_logger(clock, start=0, record=None):
     info = {
         "flops": {"calculation_method": "", "flops_per_token": 1, "flops_per_token_causal": 1},

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,12 @@ def test_gradient_statistics_come_when_due(whole):
     for i in due:  # the square of the norm is the sum of squares
         mean, std = gradients[i]["grad_mean"], gradients[i]["grad_std"]
         assert gradients[i]["global_norm"] ** 2 == pytest.approx(parameters * (std**2 + mean**2))
+
+
+def test_equal_gradients_have_a_deviation_of_0_also_where_the_norm_is_rounded_down():
+    reading = SimpleNamespace(grad_norm=0.2 * (1 - 1e-6), grad_sum=0.4)
+    logger = SimpleNamespace(facts={"total_params": 4})
+    assert Logger._gradients(logger, reading)["grad_std"] == 0
 
 
 def test_flat_progress_repeats_the_rows(whole):

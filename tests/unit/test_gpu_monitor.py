@@ -68,8 +68,10 @@ def test_a_row_has_the_medians_of_the_samples_since_the_last_row():
 
 
 def test_samples_of_an_evaluation_or_a_checkpoint_are_in_no_row():
-    monitor = filled(*((float(t), 1000 + t) for t in range(10)))
-    row = monitor.take([(0.5, 2.5), (6.5, 8.5)])  # paused from 2.5 to 6.5
+    monitor = filled(
+        *((float(t), 1000 + t) for t in range(3)), (2.495, 1), *((t, 1000 + t) for t in range(3, 10))
+    )
+    row = monitor.take([(0.5, 2.5), (6.5, 8.5)])  # paused from 2.5 to 6.5, within a sample
     assert row["gpu_samples"] == 4 and row["sm_clock_mhz"] == (1001 + 1002 + 1007 + 1008) / 4
     assert [sample.began for sample in monitor.samples] == [9.0]  # the next row's
 

@@ -94,6 +94,7 @@ def test_every_entry_agrees_with_the_table_of_capabilities():
 def test_an_unknown_gpu_never_gets_a_neighbours_peak(name, precision):
     peak = table_peak(name, precision)
     assert peak.tflops is peak.flops is None and repr(name) in peak.reason
+    assert table_peak("NVIDIA B200", precision, compute=(10, 3)).tflops is None, "a B300's capability"
 
 
 ANOTHER = (

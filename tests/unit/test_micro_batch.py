@@ -10,6 +10,7 @@ from support.helpers import ROOT, STATED
 
 from common.errors import UserError
 from training import dry_run
+from training.configuration.batch import sequences_per_gpu
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import table_peak
@@ -67,13 +68,20 @@ def test_an_evaluation_alone_is_not_refused_and_takes_any_number_of_processes(mo
     monkeypatch.setattr(micro_batch, "device_memory", lambda *_: card_memory(CARDS["RTX-4090"]))
     world = dataclasses.replace(ALONE, size=5)
     monkeypatch.setattr(micro_batch, "gather_objects", lambda value, world: [value] * world.size)
-    config, _ = resolve_micro_batch(full(QWEN, "--eval_only=True", processes=5), world)
+    stated = full(QWEN, "--eval_only=True", processes=5)
+    assert sequences_per_gpu(stated, 5) == 16, "whatever tokens_per_iter is"
+    config, _ = resolve_micro_batch(stated, world)
     assert (config.batch_size, config.gradient_accumulation_steps, config.eval_batch_size) == (1, 1, 16)
 
 
 # --- the rule ---
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
+
+
+def test_a_part_of_the_logits_may_have_exactly_the_least_number_of_tokens():
+    assert micro_batch._parts(16_384, 4096) == [1, 2, 4] and micro_batch._parts(3 * 4096, 4096) == [1, 2]
+    assert micro_batch._parts(2048, 4096) == [1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from common.errors import UserError
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import check
 from training.optimization import adamw
 from training.optimization.adamw import MixedAdamW
 from training.optimization.optimizer import build_optimizer
@@ -138,6 +140,15 @@ def test_a_second_moment_in_bf16_forgets_at_every_beta_that_is_allowed():
     assert forgotten(0.99) < 0.1  # fp32: 0.05
     assert forgotten(0.999) == 1.0  # fp32: 0.74
     assert forgotten(0.999, weight_rounding="stochastic") == pytest.approx(0.74, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_a_beta_at_which_a_bf16_moment_would_not_forget_is_refused(name):
+    stored = {"device": "cpu", "adam_dtype": "bfloat16"}
+    check(TrainConfig(**stored, **{name: 0.99}), 1)
+    with pytest.raises(UserError, match="adam_dtype='bfloat16' rounds away .* set both to at most 0.99"):
+        check(TrainConfig(**stored, **{name: 0.995}), 1)
+    check(TrainConfig(**stored, **{name: 0.995, "weight_rounding": "stochastic"}), 1)
 
 
 @pytest.mark.parametrize("dtypes", [{"adam_dtype": "bfloat16"}, STOCHASTIC])

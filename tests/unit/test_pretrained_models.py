@@ -19,10 +19,12 @@ from support.hf_models import (
     tensors,
 )
 
+from model_config import model_config
 from tools import export_hf
 from training.checkpoints.loading import load_weights
 from training.pretrained.architecture import read_architecture
 from training.pretrained.reading import load_pretrained
+from training.pretrained.writing import write_architecture
 
 CPU = torch.device("cpu")
 
@@ -126,6 +128,14 @@ def test_what_config_json_leaves_out_has_transformers_default(family, head_dim):
 
 
 # --- out ---
+
+
+@pytest.mark.parametrize(("said", "exported"), [(16, 64), (512, 512), (None, 64), ("512", 64)])
+def test_an_export_has_the_length_of_the_first_weights_or_that_of_the_run_if_it_is_longer(said, exported):
+    """Scaled positions may be more than config.json said."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "d_ff": 32, "vocab_size": 64, "block_size": 64}
+    fields = write_architecture(model_config("llama", **sizes), "float32", {"max_position_embeddings": said})
+    assert fields["max_position_embeddings"] == exported
 
 
 def train_and_export(name, run, tmp_path, **keys):
