@@ -62,24 +62,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The forward also makes the gradients, while the logits are there: they are overwritten by their own
     gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
-    once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). If their scale is
-    known by then, the matmul adds the weight's gradient to `total` itself. Otherwise the backward scales what
-    is there and adds it. So it does in float16, where small numbers would be lost, and with emulated
-    operands, which a scale would round.
+    once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). With a `known` GradientScale, the
+    matmul adds the weight's gradient to `total` itself. Otherwise the backward scales what is there and adds
+    it. So it does in float16, where small numbers would be lost, and with emulated operands, which a scale
+    would round.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        targets,
-        total,
-        low: Quantized | None,
-        chunks: int,
-        gradient: bool,
-        known: GradientScale | None,
-    ):
+    def forward(ctx, x, weight, targets, total, low: Quantized | None, chunks, gradient, known):
         counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
         exact = x.dtype != torch.float16 if low is None else low.kind.one_scale
         if total is None or not exact:

@@ -25,6 +25,7 @@ from training.strategies import zero1
 from training.strategies.parallelize import parallelize
 from training.strategies.replicated import Bucket
 
+CPU = torch.device("cpu")
 SHARDINGS = pytest.mark.parametrize("sharding", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
 
 
@@ -109,7 +110,7 @@ def test_a_few_messages_hold_what_travels_beside_the_backward():
     """The first is the longest, so that most of the backward is left to hide it; the last is one block."""
     head, block = nn.Linear(2048, 1000), nn.Linear(2048, 256)
     modules = {"head": head} | {f"blocks.{i}": block for i in reversed(range(24))}
-    buckets = {name: Bucket(dict(module.named_parameters()), 2) for name, module in modules.items()}
+    buckets = {name: Bucket(dict(module.named_parameters()), 2, CPU) for name, module in modules.items()}
     messages = replicated_strategy.in_messages(buckets)
     assert [name for message in messages for name in message] == list(modules)
     lengths = [sum(len(buckets[name].flat) for name in message) for message in messages]

@@ -274,7 +274,9 @@ def test_a_working_copy_is_the_memory_that_the_model_computes_with(world, use_ze
 def test_the_norm_of_a_whole_bucket_is_that_of_its_gradients():
     """Neither the rows that pad a matrix count, nor the loss behind the gradients."""
     sizes = {"a": (65, 3), "b": (7, 5), "c": (5,)}
-    bucket = Bucket({name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}, 4)
+    bucket = Bucket(
+        {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}, 4, torch.device("cpu")
+    )
     bucket.loss.fill_(100.0)
     grads = [torch.randn(size) for size in sizes.values()]
     for (name, size), grad in zip(sizes.items(), grads, strict=True):

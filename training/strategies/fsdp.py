@@ -20,7 +20,7 @@ from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.fused_sums import FusedSums, fuses_gradient_sums, group_of
-from training.strategies.replicated import REST, part_of_model
+from training.strategies.replicated import part_of_model
 from training.strategies.strategy import Shard, norm
 
 
@@ -62,13 +62,7 @@ class Fsdp:
         self.parts = world.size // self.replicas
         self.row_group = mesh.get_group(mesh.ndim - 1)
         self.shards = [
-            Shard(
-                name,
-                p,
-                nn.Parameter(_sharded(p.detach()).to_local(), requires_grad=p.requires_grad),
-                self.replicas,
-                start=self._start(p),
-            )
+            Shard.of(name, p, _sharded(p.detach()).to_local(), self.replicas, start=self._start(p))
             for name, p in model.named_parameters()
         ]
         self.trained = [shard for shard in self.shards if shard.trains]
@@ -79,8 +73,7 @@ class Fsdp:
         self.sums = FusedSums(model, self.units, policy) if fuses_gradient_sums(config) else None
         self.last = True  # micro-step of the iteration: its backward reduces the gradients
         self.under_way = False  # from the first micro-step until the gradients are cleared
-        # of each unit, its uses in this forward: whether the input has a gradient
-        self.uses: list[list[bool]] = []
+        self.uses: dict[str, list[bool]] = {}  # of each unit in a forward: whether its input has a gradient
         for name, module in model.named_modules():
             if module in self.units[:-1]:
                 self._send_after_last_use(name, module)
@@ -96,19 +89,16 @@ class Fsdp:
     def _send_after_last_use(self, name: str, unit: FSDPModule) -> None:
         """FSDP sends a unit's gradients after the backward of each use in the forward, and forgets the sums
         that it sent. So if a block runs twice, the backward of its first use, which comes last, sends."""
-        uses: list[bool] = []
-        self.uses.append(uses)
+        uses = self.uses[name] = []
 
         def begin(module, inputs):  # after FSDP's own hook
-            if not torch.is_grad_enabled():
-                return
-            uses.append(inputs[0].requires_grad)
+            uses.extend([inputs[0].requires_grad] * torch.is_grad_enabled())
             if len(uses) > 1 and not all(uses):
                 raise UserError(
                     f"{name} runs twice in a forward, once on an input without a gradient, since all before "
                     "it is frozen; FSDP cannot sum its gradients: use ZeRO-1 (use_zero1=True)"
                 )
-            if uses[-1]:
+            if any(uses):
                 inputs[0].register_hook(end)
 
         def end(gradient):
@@ -125,7 +115,7 @@ class Fsdp:
 
     def micro_step(self, last: bool, repeats: bool = False) -> None:
         self.under_way, self.last = True, last
-        for uses in self.uses:
+        for uses in self.uses.values():
             uses.clear()
         model = self.units[-1]
         model.set_requires_gradient_sync(last)
@@ -205,22 +195,15 @@ class Fsdp:
 
 def _check_parameters(model: Transformer) -> None:
     """Raises UserError for a parameter that FSDP cannot shard."""
-    parts: dict[nn.Parameter, tuple[str, str]] = {}
+    first, tied = dict[nn.Parameter, str](), model.config.weight_tying
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        other, problem = first.setdefault(parameter, name), None
         if parameter.ndim == 0:
-            raise UserError(
-                f"{name} has the shape (), which FSDP cannot shard; give it the shape (1,), or use ZeRO-1 "
-                "(use_zero1=True)"
-            )
-        part = part_of_model(name)
-        if part == "head" and model.config.weight_tying:
-            part = REST  # one unit
-        other, its_part = parts.setdefault(parameter, (name, part))
-        if its_part != part:
-            raise UserError(
-                f"{name} and {other} are one parameter in two units of FSDP, which cannot share it; use "
-                "ZeRO-1 (use_zero1=True)"
-            )
+            problem = f"{name} has the shape (), which FSDP cannot shard; give it the shape (1,)"
+        elif part_of_model(name) != part_of_model(other) and not (tied and name == "head.lm_head.weight"):
+            problem = f"{name} and {other} are one parameter, which two units of FSDP cannot share"
+        if problem:
+            raise UserError(f"{problem}, or use ZeRO-1 (use_zero1=True)")
 
 
 def _local_gradient(shard: Shard) -> torch.Tensor:

@@ -74,7 +74,7 @@ class FusedSums:
             self.groups.append(group)
             of_unit = {names[p.sharded_param]: p for p in group.fsdp_params if p.sharded_param.requires_grad}
             sharded = {name: p.sharded_param for name, p in of_unit.items()}
-            bucket = Bucket(sharded, world_size=1, device=next(model.parameters()).device)
+            bucket = Bucket(sharded, 1, next(model.parameters()).device)
             self.buckets.append(bucket)
             for name, parameter in of_unit.items():
                 self.sums.append((parameter, bucket.views[name]))

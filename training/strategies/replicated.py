@@ -42,11 +42,9 @@ class Bucket:
         self,
         parameters: dict[str, nn.Parameter],
         world_size: int,
+        device: torch.device,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
     ):
-        """device: None is that of the parameters, of which there may be none otherwise."""
-        device = device or next(iter(parameters.values())).device
         self.of_matrices = {n: padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
         self.of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
         elements, rest = self._sizes()
@@ -173,7 +171,7 @@ class Replicated:
         for name, parameter in named.items():
             if parameter.requires_grad:
                 groups.setdefault(part_of_model(name), {})[name] = parameter
-        settings = self.world.size, self.gradient_dtype, self.world.device
+        settings = self.world.size, self.world.device, self.gradient_dtype
         rest = Bucket(groups.pop(REST), *settings)
         buckets = {name: Bucket(parameters, *settings) for name, parameters in groups.items()}
         if self.world.size > 1:
@@ -188,8 +186,7 @@ class Replicated:
         if is_stored_in_compute_dtype(self.module, name):
             parameter.data = own.to(self.dtype)
         working_copy = parameter.data if parameter.dtype != own.dtype else None
-        local = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        return Shard(name, parameter, local, self.world.size, working_copy)
+        return Shard.of(name, parameter, own, self.world.size, working_copy)
 
     def _connect_gradients(self) -> None:
         """Makes the backward add each gradient in its bucket, and the optimizer find it there. A Linear and
@@ -277,8 +274,13 @@ class Replicated:
         *others, last = self.buckets
         self.loss = loss
         last.loss.copy_(loss)
-        if self.last and self.next < len(self.messages):
-            self._warn_of_unused()
+        if self.last and self.next < len(self.messages) and not self.has_warned:
+            self.has_warned = True
+            names = shorten(", ".join(sorted(self.awaited[self.next])), 200)
+            log.warning(
+                f"The loss does not depend on {names}, so gradients are sent after the backward, not during "
+                "it, which is slower: remove what the model does not use, or freeze it (requires_grad=False)"
+            )
         while self.next < len(self.messages):  # also if the only micro-step has run twice
             self._send_next()
         during = len(self.works)
@@ -290,15 +292,6 @@ class Replicated:
         self.norms += self._norms_of([last])
         if self.converts:
             self._give_gradients_to_optimizer()
-
-    def _warn_of_unused(self) -> None:
-        if not self.has_warned and self.world.is_main:
-            names = shorten(", ".join(sorted(self.awaited[self.next])), 200)
-            log.warning(
-                f"The loss does not depend on {names}. So gradients are sent after the backward, not during "
-                "it, which is slower: remove what the model does not use, or freeze it (requires_grad=False)"
-            )
-        self.has_warned = True
 
     def _receive(self, count: int) -> None:
         """Waits for the oldest of what is in progress. On a GPU, the stream waits and not the host."""

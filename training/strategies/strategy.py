@@ -30,13 +30,18 @@ class Shard:
     working_copy: torch.Tensor | None = None
     start: int = 0  # index of the first element of `local` in the whole parameter, row by row
 
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter, own: torch.Tensor, *places, **more) -> Shard:
+        """own: what `local` holds. It is frozen if the parameter is."""
+        return cls(name, parameter, nn.Parameter(own, parameter.requires_grad), *places, **more)
+
     @property
     def is_matrix(self) -> bool:
         return self.parameter.ndim >= 2
 
     @property
     def trains(self) -> bool:
-        """Not if somebody has frozen it, by requires_grad=False: then it has no gradient and no update."""
+        """Whether it has a gradient and an update: nobody has frozen it."""
         return self.parameter.requires_grad
 
     @property

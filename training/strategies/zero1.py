@@ -42,8 +42,7 @@ class Zero1(Replicated):
         parameter.data = self.padded[name][: len(whole)]
         copy = self.padded[name][self._span(whole)][: len(own)]
         start = self._span(whole).start * whole.shape[1:].numel()
-        local = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        return Shard(name, parameter, local, working_copy=copy, start=start)
+        return Shard.of(name, parameter, own, working_copy=copy, start=start)
 
     def _span(self, matrix: torch.Tensor) -> slice:
         """This rank's rows of a matrix; the last ranks may have fewer, as with FSDP."""
