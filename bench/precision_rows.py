@@ -86,11 +86,7 @@ STUDY = (
     studied(14, "bfloat16", "nvfp4", HEAD, 51.46, 88110.51, 2.0097, 55.55),
 )
 
-REPEATED = tuple(str(number) for number in range(15, 21))
-REPEATS = (
-    "rows 15 to 20 of the study repeat 9 to 14: what it calls converted norm layers is another kernel of "
-    "RMSNorm, in bf16"
-)
+REPEATS = "rows 15 to 20 of the study repeat 9 to 14 with another kernel of RMSNorm, in bf16"
 
 FURTHER = (
     Row("21", "float32", "fp8_tensorwise"),

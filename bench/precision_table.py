@@ -27,9 +27,8 @@ TEXT_COLUMNS = [name for name, form in COLUMNS.items() if not form and name != "
 LEGEND = (
     "MFU: v3, of the bf16 peak in every row, with the full matrix of scores; causal: its causal half,\n"
     "inside documents where they are masked; of fp8: of the fp8 peak, native fp8 alone; loss: mean and\n"
-    "standard deviation over seeds; from row 1: of the same seed. The study's columns are of one B200: as\n"
-    "printed, and corrected, its tokens/s counted as here (docs/low_precision.md); memory: what W&B saw,\n"
-    "with the allocator's cache, no peak."
+    "standard deviation over seeds; from row 1: of the same seed. The study's columns are of one B200, as\n"
+    "printed (memory: W&B's, no peak) and with its tokens/s counted as here (docs/low_precision.md)."
 )
 
 

@@ -15,7 +15,6 @@ vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 weight_tying = True
 block_size = 4096  # the model is published for up to 32,768
 
-# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
 batch_size = "auto"
 gradient_accumulation_steps = "auto"
 tokens_per_iter = 1_048_576  # 256 sequences

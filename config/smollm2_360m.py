@@ -17,7 +17,6 @@ rope_theta = 100000.0
 weight_tying = True
 block_size = 4096  # the model is published for up to 8,192
 
-# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
 batch_size = "auto"
 gradient_accumulation_steps = "auto"
 tokens_per_iter = 1_048_576  # 256 sequences

@@ -139,7 +139,7 @@ def test_two_numbers_win_and_tokens_per_iter_is_set_aside():
     assert (config.batch_size, config.gradient_accumulation_steps, config.loss_chunks) == (22, 2, 1)
     assert found.set_aside and not found.fits
     (warning,) = found.warnings(config, 1)
-    best = "--loss_chunks=8 --activation_checkpointing=full (22 x 2048 tokens, "
+    best = "--batch_size=4 --gradient_accumulation_steps=11 --loss_chunks=2 (4 x 2048 tokens, "
     assert f"NVIDIA RTX A6000 has 47.50 GiB; what fits: 1 GPU: {best}" in warning
     assert not chosen(QWEN, "H200", *STATED, "--tokens_per_iter=131072")[1].set_aside
 

@@ -111,7 +111,7 @@ def test_hours_of_a_machine_are_the_flops_of_its_gpus_at_this_mfu(capsys):
         (8, "torchrun --standalone --nproc_per_node=8"),
         (
             16,
-            f"torchrun --nnodes=2 --nproc_per_node=8 {JOIN}",
+            f"torchrun --nnodes=2 {JOIN} --nproc_per_node=8",
         ),
     ],
 )
@@ -126,11 +126,9 @@ def test_the_printed_command_trains_on_the_gpus_of_the_plan(capsys, gpus, launch
 
 def test_a_plan_says_how_often_it_reads_the_dataset_of_its_config(capsys):
     text = printed(capsys, *SMALL_FLAGS, "--size=1e7", "--tokens=92e9")
-    assert (
-        "92 B tokens are 15 epochs of slimpajama_6b_qwen3, 6 B by its name; the law counts different" in text
-    )
+    assert "92 B tokens are 15 epochs of slimpajama_6b_qwen3, 6 B by name; the law counts different" in text
     config = f"--config={ROOT / 'config' / 'full_llama3_1.5b_optimal.py'}"
-    assert "3 B tokens are 0.5 epochs of slimpajama_6b_llama3, 6 B by its name\n" in printed(
+    assert "3 B tokens are 0.5 epochs of slimpajama_6b_llama3, 6 B by name\n" in printed(
         capsys, config, "--tokens=3e9"
     )
     assert "epochs" not in printed(capsys, f"--config={ROOT / 'config' / 'quickstart.py'}", "--tokens=1e6")

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     if gpus:
         hours = flops / flops_per_hour
         print(f"machine: {machine}\ntime: {hours:,.4g} hours, {gpus * hours:,.4g} GPU-hours")
-    if options.price is not None:
+    if options.price:
         print(f"cost: {options.price * gpus * hours:,.2f} at {options.price:,.2f} for a GPU-hour")
     arches, model = ([shape.model.arch], shape.model) if shape else (options.arch, options)
     every = [shapes_of(arch, model.vocab_size, model.block_size) for arch in arches if arch in FAMILIES]
@@ -61,8 +61,8 @@ def main(argv: list[str]) -> None:
     if families:
         print("", TITLE, report.table(families), sep="\n")
     plans = plans or [family[0] for family in families]
-    epochs = report.epochs(plans[0].tokens, dataset_of(options)) if len(plans) == 1 else []
-    print("", *report.notes(law, plans, families), *epochs, sep="\n")
+    config = options.config or ROOT / "config" / FAMILIES[options.arch[0]].shipped
+    print("", *report.notes(law, plans, families, load_config([str(config)]).dataset), sep="\n")
     if len(plans) == 1 and not options.config:
         print("", "To train this model:", report.command(plans[0], max(gpus, 1)), sep="\n")
 
@@ -77,12 +77,6 @@ def named_shape(options: argparse.Namespace) -> Shape | None:
     if config.init_weights:
         raise UserError(f"{options.config} begins with trained weights; the law is of training from scratch")
     return shape_of(config.model_config())
-
-
-def dataset_of(options: argparse.Namespace) -> str:
-    """The dataset on which the printed command, or --config, trains."""
-    shipped = ROOT / "config" / FAMILIES[options.arch[0]].shipped
-    return load_config([str(options.config or shipped)]).dataset
 
 
 def read_machine(options: argparse.Namespace) -> tuple[int, float, str]:
@@ -135,9 +129,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--hours of which machine? state --gpus, as in --gpus=8xH200": options.hours and not options.gpus,
         "state both or neither of --gpus and --mfu, as in --gpus=8xH200 --mfu=0.61": bool(options.gpus)
         != bool(options.mfu),
-        "--price of which machine? state --gpus and --mfu, as in --gpus=8xH200 --mfu=0.61": options.price
-        is not None
-        and not options.gpus,
+        "--price of which machine? state --gpus and --mfu": options.price and not options.gpus,
         f"--size needs one family: --arch={' or '.join(FAMILIES)}": options.size and not options.arch,
         "--config states the model: leave out --arch, --vocab_size and --block_size": options.config
         and stated,

@@ -16,7 +16,6 @@ SHAPE = "layers-heads-width-ff, KV heads"
 ITERATIONS = 2000  # at least, where a batch of SEQUENCES allows it
 SHAPE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "vocab_size", "block_size")
 SEQUENCES = (8, 256)  # of an iteration: least and most
-GPUS_OF_A_MACHINE = 8  # at most
 
 
 def model_lines(plan: Plan) -> list[str]:
@@ -49,7 +48,7 @@ def table(families: list[list[Plan]]) -> str:
     return "\n".join(aligned(head, rows, ("arch", SHAPE)))
 
 
-def notes(law: Law, plans: list[Plan], families: list[list[Plan]]) -> list[str]:
+def notes(law: Law, plans: list[Plan], families: list[list[Plan]], dataset: str) -> list[str]:
     """Where the law does not hold or was not fitted, and where the best shape is not in its family."""
     found = [law.caveat]
     for best, *_ in families:
@@ -65,17 +64,11 @@ def notes(law: Law, plans: list[Plan], families: list[list[Plan]]) -> list[str]:
                 f"a loss of {plan.loss:.3f} is above that of a random guess, ln({vocab_size}) = "
                 f"{guess:.3f}: the law does not hold for this plan"
             )
+    if (size := re.search(r"_(\d+)b(_|$)", dataset)) and len(plans) == 1:
+        epochs = plans[0].tokens / (int(size[1]) * 1e9)
+        said = f"{short(plans[0].tokens)} tokens are {epochs:.2g} epochs of {dataset}, {size[1]} B by name"
+        found.append(said + "; the law counts different tokens" * (epochs > 1))
     return [f"note: {line}" for line in dict.fromkeys(found) if line]
-
-
-def epochs(tokens: float, dataset: str) -> list[str]:
-    """How often a plan reads the dataset, if its name says how many tokens it has."""
-    size = re.search(r"_(\d+)b(_|$)", dataset)
-    if not size:
-        return []
-    times = tokens / (int(size[1]) * 1e9)
-    said = f"note: {short(tokens)} tokens are {times:.2g} epochs of {dataset}, {size[1]} B by its name"
-    return [said + "; the law counts different tokens: take more data (--dataset)" * (times > 1)]
 
 
 def command(plan: Plan, gpus: int) -> str:
@@ -96,15 +89,8 @@ def command(plan: Plan, gpus: int) -> str:
         "eval_interval": max(iterations // 25, 1),
     }
     flags = " ".join(f"--{key}={value}" for key, value in keys.items())
-    return f"{_launcher(gpus)} train.py config/{FAMILIES[model.arch].shipped} {flags}"
-
-
-def _launcher(gpus: int) -> str:
-    """What starts train.py; with several machines, on each of them, of which node0 is the first."""
-    if gpus == 1:
-        return "python"
-    each = next(n for n in range(GPUS_OF_A_MACHINE, 0, -1) if gpus % n == 0)
-    if each == gpus:
-        return f"torchrun --standalone --nproc_per_node={gpus}"
-    join = "--rdzv_id=plan --rdzv_backend=c10d --rdzv_endpoint=node0:29500"
-    return f"torchrun --nnodes={gpus // each} --nproc_per_node={each} {join}"
+    each = next(n for n in range(8, 0, -1) if gpus % n == 0)  # of a machine
+    several = f"--nnodes={gpus // each} --rdzv_id=plan --rdzv_backend=c10d --rdzv_endpoint=node0:29500"
+    join = "--standalone" if each == gpus else several  # to be typed on each machine, node0 the first
+    launcher = f"torchrun {join} --nproc_per_node={each}" if gpus > 1 else "python"
+    return f"{launcher} train.py config/{FAMILIES[model.arch].shipped} {flags}"

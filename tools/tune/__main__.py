@@ -67,10 +67,9 @@ def main(argv: list[str]) -> int:
     ladder.climb()
     command = shlex.join(["python", "-m", "tools.tune", *argv])
     print(summary(ladder), flush=True)
-    if ladder.interrupted:
-        raise KeyboardInterrupt("no config was written: the repeats are missing that show a real gain")
     if not ladder.finished:
-        raise UserError("no config was written: the time ended before the repeats that show a real gain")
+        why = KeyboardInterrupt if ladder.interrupted else UserError
+        raise why("no config was written: the repeats are missing that show a real gain")
     write_bytes(result, config_text(ladder, command, read_settings(arguments).values).encode())
     print(f"Written to {from_root(result)}", flush=True)
     return 0

@@ -21,8 +21,7 @@ def check_batch(config: TrainConfig, world_size: int) -> None:
 
 
 def check_tokens(config: TrainConfig, own: TrainConfig, world_size: int) -> None:
-    """Raises UserError if 'auto' has no tokens to reach. own: with the numbers that the config file states,
-    whose tokens the message then proposes."""
+    """Raises UserError if 'auto' has no tokens to reach. own: with the batch that the config file states."""
     if not is_auto(config) or config.tokens_per_iter is not None:
         return
     sequences = EVAL_BATCH * world_size if is_auto(own) else own.samples_per_iter(world_size)

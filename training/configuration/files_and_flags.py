@@ -9,7 +9,6 @@ it leaves must be a key of TrainConfig; it may import, compute and use _private 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import os
 import re
 import traceback
@@ -58,7 +57,6 @@ def read_settings(argv: list[str]) -> Settings:
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
-    of_file: dict[str, Any] = {}
     split = [flag.removeprefix("--").partition("=") for flag in flags]  # the text may itself contain '='
     typed_flags = [(name, _Text(text), place(name)) for name, _, text in split]
     for entries, are_flags in ((_read_file(Path(files[0])), False), (typed_flags, True)):  # a flag wins
@@ -81,7 +79,7 @@ def make_config(settings: Settings, world_size: int) -> TrainConfig:
     """The checked TrainConfig that has these values. Raises UserError."""
     config = TrainConfig(**settings.values)
     numbers = {name: settings.of_file.get(name, KEYS[name].default) for name in BATCH}
-    check_tokens(config, dataclasses.replace(config, **numbers), world_size)
+    check_tokens(config, TrainConfig(**settings.values | numbers), world_size)
     check(config, world_size)
     check_dataset(config)
     return config

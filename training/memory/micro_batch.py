@@ -48,11 +48,7 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {**SMALL, "gradient_dtype": "bfloat16"},
 )
 MOST_REMEDIES = 3  # so many of those that fit are shown
-# What makes a stated batch fit as it is: large ones have most of their memory in logits and activations.
-AS_STATED: tuple[dict[str, Any], ...] = (
-    {"loss_chunks": 8},
-    {"loss_chunks": 8, "activation_checkpointing": "full"},
-)
+LARGE_BATCH = {"loss_chunks": 8, "activation_checkpointing": "full"}  # with which a stated batch may fit
 FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
 FSDP_GPUS = (2, 4, 8)
 NUMBERS = ("batch_size", "gradient_accumulation_steps", "loss_chunks")  # what the program may choose
@@ -178,8 +174,8 @@ def _parts(tokens: int, least: int) -> list[int]:
 
 
 def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory) -> list[str]:
-    """A line for each way to train this model with these tokens per iteration in this memory, the first one
-    with the stated batch; if there is none, a line that says so."""
+    """A line for each way to train this model with these tokens per iteration in this memory; if there is
+    none, a line that says so."""
     tokens = config.tokens_per_iter if is_auto(config) else None
     tokens = tokens or config.samples_per_iter(world_size) * config.block_size
     numbers: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
@@ -188,9 +184,7 @@ def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory
     found = (_line(free, stated, remedy, world_size, memory) for remedy in REMEDIES)
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
     if not is_auto(config):
-        kept = replace(config, eval_only=False)
-        found = (_line(kept, (), remedy, world_size, memory) for remedy in AS_STATED)
-        lines[:0] = itertools.islice(filter(None, found), 1)
+        lines += filter(None, [_line(replace(config, eval_only=False), (), LARGE_BATCH, world_size, memory)])
     for gpus in FSDP_GPUS:
         if gpus >= world_size:
             found = (_line(free, stated, FSDP | remedy, gpus, memory) for remedy in REMEDIES)

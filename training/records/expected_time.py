@@ -35,10 +35,9 @@ def expected_speed(
 ) -> Expected | None:
     """flops: what the formula counts; device: the name of a GPU, or of a CPU; peak_tflops: of one GPU, for
     the dtype. A recomputed forward takes its share of the time, which MFU does not count. None: not known."""
-    found = _expected_mfu(config, parameters, device)
-    if found is None:
+    percent, source = _expected_mfu(config, parameters, device)
+    if percent is None:
         return None
-    percent, source = found
     if gpus > 1 and source.startswith("measured"):
         source += f", on one GPU and not on {gpus}"
     per_token = flops["totals"][v3.CALCULATION_METHOD]
@@ -46,22 +45,20 @@ def expected_speed(
     return Expected(percent, percent / 100 * peak_tflops * 1e12 * gpus / per_token, source)
 
 
-def _expected_mfu(config: TrainConfig, parameters: int, device: str) -> tuple[float, str] | None:
-    """(percent, where it is from). None for a precision that is not measured on a device whose usual one is:
-    beside a measured figure, an assumed one would say which of them is faster."""
+def _expected_mfu(config: TrainConfig, parameters: int, device: str) -> tuple[float | None, str]:
+    """(percent, where it is from); None where another precision is measured: a guess beside it misleads."""
     gpu, on_cpu = find_gpu(device), config.device == "cpu"
     name = "CPU" if on_cpu else gpu.name if gpu else device
-    with_head = config.low_precision != "none" and config.low_precision_scope == "layers_and_head"
-    kind: str = config.low_precision + ", the head too" * with_head
-    if not on_cpu and config.dtype != "bfloat16":
-        kind = config.dtype
+    with_head = config.low_precision_scope == "layers_and_head"
+    kind = config.low_precision + ", the head too" * (with_head and config.low_precision != "none")
+    kind = kind if on_cpu or config.dtype == "bfloat16" else config.dtype
     usual, found = MEASURED.get((name, "none")), MEASURED.get((name, kind))
     if not usual or (parameters < SMALL_MODEL and not on_cpu):
         return ASSUMED, "assumed: not measured"
     if found:
         return found[0], f"measured: benchmarks/{found[1]}.seal.json"
     if on_cpu or (RATIOS_OF, kind) not in MEASURED:
-        return None
+        return None, ""
     gain = MEASURED[RATIOS_OF, kind][0] / MEASURED[RATIOS_OF, "none"][0]
     source = f"measured: bf16, benchmarks/{usual[1]}.seal.json; times {gain:.2f}, measured on the {RATIOS_OF}"
     return usual[0] * gain, source
@@ -78,10 +75,7 @@ def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list
     device = hardware["gpu_name"].removesuffix(" (dry run)")
     speed = expected_speed(config, info["flops"], info["model"]["total_params"], device, peak, gpus)
     if speed is None:
-        precision = config.dtype if config.low_precision == "none" else config.low_precision
-        return [
-            ("Expected time", f"not known: {precision} was not measured here, while another precision was")
-        ]
+        return [("Expected time", "not known: this precision was not measured here, as another was")]
     seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
     said = f"{units.duration(seconds)} for {iterations:,} iterations at {speed.tokens_per_sec:,.0f} tokens/s"
     memory = info["micro_batch"]
