@@ -70,18 +70,21 @@ class Edges:
         self._make_room(int(document_starts(marked).sum((1, 2)).max()))
 
     def _make_room(self, documents: int) -> None:
-        self.room = max(self.room, 1 << documents.bit_length())  # each new size is compiled for
+        self.room = max(self.room, documents)
 
     def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
         inside = (numbers - numbers[:, :1]).long()  # from 0 in each window
         ends = (inside[:, -1:] + 1).cumsum(0)
         if not (self.told and torch.is_grad_enabled()):  # nobody counts those of an evaluation
             self._make_room(int(ends[-1]))  # sync point
-        torch._assert_async(ends[-1] < self.room, "more documents than the host was told of")
+        torch._assert_async(ends[-1] <= self.room, "more documents than the host was told of")
         numbered = (inside + F.pad(ends[:-1], (0, 0, 1, 0))).flatten()
-        return torch.searchsorted(
-            numbered, torch.arange(self.room + 1, device=numbers.device), out_int32=True
-        )
+        each = torch.arange(self.room + 1, device=numbers.device)
+        edges = torch.searchsorted(numbered, each, out_int32=True)
+        # a compiled block takes any number of them; else it would be compiled for each size, and torch ends
+        # the run at the ninth form of a block (training/optimization/compile.py)
+        torch._dynamo.mark_dynamic(edges, 0)
+        return edges
 
 
 def dense_mask(numbers: torch.Tensor) -> torch.Tensor:
