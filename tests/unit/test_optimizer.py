@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from support.helpers import TINY
 
 from common.errors import UserError
+from model_builder import build_model
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.optimization import adamw
 from training.optimization.adamw import MixedAdamW
-from training.optimization.optimizer import build_optimizer
+from training.optimization.optimizer import build_optimizer, describe_optimizer
 from training.strategies.strategy import Shard
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
@@ -116,6 +118,17 @@ def test_bf16_storage_follows_fp32_within_its_rounding(dtypes, weights, moments)
         for moment in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
             assert str(found[moment].dtype) == f"torch.{settings.adam_dtype}"
             assert error(found[moment], expected[moment]) < moments
+
+
+@pytest.mark.parametrize("dtypes", [{}, {"adam_dtype": "bfloat16"}, {"adam_dtype": "8bit"}])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_record_names_the_optimizer_that_is_built(dtypes, param_dtype):
+    keys = {"device": "cpu", "param_dtype": param_dtype, **dtypes}
+    settings = TrainConfig(**{**TINY, **keys})
+    built = build_optimizer(shards(getattr(torch, param_dtype)), settings)
+    said = describe_optimizer(build_model(settings.model_config()), settings)["type"]
+    assert said == adamw.NAMES[type(built)]
+    assert ("copies" in said) == (isinstance(built, MixedAdamW))
 
 
 STOCHASTIC = {"param_dtype": "bfloat16", "adam_dtype": "bfloat16", "weight_rounding": "stochastic"}

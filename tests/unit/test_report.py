@@ -50,6 +50,7 @@ IN_BF16 = "gradients travel in bfloat16, gradients summed by FSDP"
 NAMED = [
     (["--device=cuda"], "Optimizer", "AdamW (one pass, Triton), betas 0.9 0.95"),
     (["--device=cpu"], "Optimizer", "AdamW (fused), betas 0.9 0.95"),
+    (["--device=cpu", "--adam_dtype=bfloat16"], "Optimizer", "AdamW (on float32 copies), betas 0.9 0.95"),
     ([], "Precision", "bfloat16 compute, float32 weights and optimizer state"),
     (["--adam_dtype=bfloat16"], "Precision", "bfloat16 compute, float32 weights, bfloat16 optimizer state"),
     (STOCHASTIC, "Precision", "bfloat16 compute, bfloat16 weights, float32 optimizer state, " + ROUNDED),

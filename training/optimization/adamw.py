@@ -260,11 +260,25 @@ def _first_moments(shard: Shard, dtype: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(shard.local, dtype=stored) for name in ("exp_avg", "exp_avg_sq")}
 
 
+NAMES = {  # in the start-up report
+    OnePassAdamW: "AdamW (one pass, Triton)",
+    torch.optim.AdamW: "AdamW (fused)",
+    MixedAdamW: "AdamW (on float32 copies)",
+}
+
+
+def adamw_class(config: TrainConfig, on_gpu: bool) -> type[torch.optim.AdamW]:
+    if on_gpu:
+        return OnePassAdamW
+    return torch.optim.AdamW if config.adam_dtype == config.param_dtype == "float32" else MixedAdamW
+
+
 def _choose(
     groups: list[dict], shards: list[Shard], config: TrainConfig, roundings: Roundings | None
 ) -> torch.optim.AdamW:
     rate, betas = config.learning_rate, (config.beta1, config.beta2)
-    if shards[0].local.is_cuda:
+    kind = adamw_class(config, shards[0].local.is_cuda)
+    if kind is OnePassAdamW:
         if importlib.util.find_spec("triton") is None:
             raise UserError(
                 "device='cuda' needs Triton, which computes AdamW's update and other operations, but it is "
@@ -272,9 +286,9 @@ def _choose(
             )
         copies = {shard.local: shard.working_copy for shard in shards}
         return OnePassAdamW(groups, copies, rate, betas, roundings)
-    if config.adam_dtype == config.param_dtype == "float32":
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
-    return MixedAdamW(groups, rate, betas, roundings)
+    if kind is MixedAdamW:
+        return MixedAdamW(groups, rate, betas, roundings)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
 
 
 def make_roundings(shards: list[Shard], config: TrainConfig) -> Roundings:

@@ -8,11 +8,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from training.configuration.keys import TrainConfig
-from training.optimization.adamw import build_adamw, make_roundings
+from training.optimization.adamw import NAMES, adamw_class, build_adamw, make_roundings
 from training.optimization.muon import Muon, MuonAndAdamW, is_muons, orthogonalization_flops
 from training.strategies.strategy import Shard
-
-ONE_PASS, FUSED = "AdamW (one pass, Triton)", "AdamW (fused)"  # in the start-up report: on a GPU, on a CPU
 
 
 def build_optimizer(
@@ -41,7 +39,7 @@ def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
             ([p for p in rest if p.ndim < 2], 0.0),
         )
     ]
-    kind = ONE_PASS if config.device == "cuda" else FUSED
+    kind = NAMES[adamw_class(config, config.device == "cuda")]
     if muon:
         ours = muons.values()
         count = {"tensors": len(ours), "params": sum(p.numel() for p in ours)}
