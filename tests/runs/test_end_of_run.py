@@ -246,7 +246,7 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(launch, "machine_number", lambda: (0, 1))
-    command = resume_command(["config/a.py", "--init_from", "auto", "--resume_from=best"], 5, config)
+    command = resume_command(["--init_from", "auto", "config/a.py", "--resume_from=best"], 5, config)
     assert command == "torchrun --standalone --nproc_per_node=8 train.py config/a.py --init_from=resume"
 
 

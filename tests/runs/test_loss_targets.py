@@ -6,6 +6,8 @@ import re
 import pytest
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 
+from training import evaluate_and_save
+
 LINE = re.compile(r"🎯 Val loss (\S+) reached at iteration (\S+): .* of training, .* in all, (.*) tokens, ")
 KEYS = {"max_iters": 24, "eval_interval": 6, "log_interval": 4, "loss_targets": "3,0.1,3.8"}
 
@@ -45,6 +47,12 @@ def test_each_target_is_said_once_and_stands_in_the_summary(run, config, tmp_pat
     assert 0 < low["training_seconds"] == pytest.approx(3600 * low["gpu_hours"])
     assert [loss for loss, *_ in said(tmp_path / "out")] == ["3.8", "3"]
     assert said(tmp_path / "out")[1][1] == f"{low['iteration']:,.1f}".removesuffix(".0")
+
+
+def test_a_target_that_is_reached_exactly_is_said_once(run, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_and_save, "evaluate", lambda *_: {"train": 3.0, "val": 3.0})
+    assert run(config, "--max_iters=12") == 0
+    assert [loss for loss, *_ in said(tmp_path / "out")] == ["3.8", "3"]
 
 
 @pytest.mark.resume

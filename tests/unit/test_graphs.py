@@ -8,10 +8,12 @@ import torch
 from support.graphed_runs import Fake, build, graphed, same, train, weights
 from support.helpers import TINY, last_run, make_dataset, write_config
 
+from common.errors import RunError
 from training.cuda_graphs import graphed_step as graphs_module
 from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, _pack, _unpack
 from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
 from training.optimization.step import StepResult
+from training.optimization.update_guard import LOSS_SPIKE
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,17 @@ def other_weights(run, fake):
     return replay
 
 
+def another_verdict(run, fake):
+    place = [name for name in StepResult._fields if name != "grad_sum"].index("verdict")
+
+    def replay():
+        packed = run()
+        packed[place] = LOSS_SPIKE
+        return packed
+
+    return replay
+
+
 def gradients_stay(run, fake):
     def replay():
         packed = run()
@@ -142,12 +155,13 @@ def second_replay_fails(run, fake):
         (fails, "RuntimeError: operation not permitted when stream is capturing"),
         (half_the_gradient, "its replay differs from the eager step: grad_norm by 5.0e-01 (allowed 0.01)"),
         (other_weights, "update of weights by"),
+        (another_verdict, "verdict by inf (allowed 0)"),
         (gradients_stay, "gradients left over by inf (allowed 0)"),
         (frozen(slice(0, 2)), "loss by"),
         (frozen(slice(2, 3)), "update of weights by"),
         (second_replay_fails, "ZeroDivisionError: division by zero"),
     ],
-    ids=["error", "gradient", "weights", "stale", "batch", "rate", "second"],
+    ids=["error", "gradient", "weights", "verdict", "stale", "batch", "rate", "second"],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_bad_capture_is_refused_and_costs_nothing(dataset, graph_lines, spoil, reason, dropout):
@@ -209,9 +223,14 @@ def reason_against(dataset, fake) -> str:
     return step.choice["reason"]
 
 
-def test_a_step_that_waits_is_not_captured(dataset):
-    reason = reason_against(dataset, Fake(waits=["training/optimization/step.py:31"]))
-    assert reason == "the step waits for the GPU at training/optimization/step.py:31"
+@pytest.mark.parametrize("which", range(REFERENCES))
+def test_a_step_that_waits_is_not_captured(dataset, which):
+    """Perhaps only in one of the iterations that are looked at."""
+    waits = [[]] * REFERENCES
+    waits[which], fake = ["training/optimization/step.py:31"], Fake()
+    found = iter(waits)
+    fake.eager_with_waits = lambda run: (run(), next(found))
+    assert reason_against(dataset, fake) == f"the step waits for the GPU at {waits[which][0]}"
 
 
 def test_one_rank_that_cannot_keeps_all_from_it_before_any_takes_memory_for_a_snapshot(dataset, monkeypatch):
@@ -219,6 +238,36 @@ def test_one_rank_that_cannot_keeps_all_from_it_before_any_takes_memory_for_a_sn
     monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
     monkeypatch.setattr(graphs_module, "Snapshot", lambda state: pytest.fail("taken too early"))
     assert reason_against(dataset, Fake()) == "rank 1: no room"
+
+
+def test_if_any_rank_cannot_go_on_after_a_capture_that_broke_off_all_end(dataset, monkeypatch):
+    others = {None: "no room", True: False}
+    monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
+    with pytest.raises(RunError, match=r"the capture broke off \(rank 1: no room\), and FSDP cannot go on"):
+        reason_against(dataset, Fake())
+
+
+def test_weights_on_their_way_arrive_before_a_replay_and_at_its_end(dataset):
+    events = []
+
+    def noted(run, fake):
+        return lambda: (events.append("replay"), run())[1]
+
+    parts = build(dataset)
+    parts.state.strategy.settle = lambda: events.append("settle")
+    train(parts, graphed(parts, Fake(noted)), range(EAGER_ITERS + 2), sums=())
+    assert events[-6:] == ["settle", "replay", "settle"] * 2
+
+
+def test_what_a_broken_capture_has_sent_is_dropped_before_anything_is_put_back(dataset):
+    """It never arrives, so nothing may wait for it."""
+    parts = build(dataset)
+    first, snapshot = weights(parts), Snapshot(parts.state)
+    train(parts, iterations=range(1))
+    found, abandon = [], parts.state.strategy.abandon_iteration
+    parts.state.strategy.abandon_iteration = lambda: (found.append(same(weights(parts), first)), abandon())
+    snapshot.put_back()
+    assert found == [False, True] and same(weights(parts), first)
 
 
 def test_a_snapshot_that_does_not_fit_is_not_begun(dataset, monkeypatch):

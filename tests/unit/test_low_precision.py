@@ -27,7 +27,7 @@ from ops.recipes.nvfp4 import bits_of_operand
 from ops.recipes.properties import ALIGNMENTS, EMULATED
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import LINEARS, low_precision_layers
-from training.optimization.low_precision_state import DelayedScaling
+from training.optimization.low_precision_state import DelayedScaling, RandomBits
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude
@@ -113,6 +113,15 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     first, second, again = (input_gradient(compiled, iteration) for iteration in (0, 1, 0))
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
+
+
+def test_random_bits_are_those_of_an_iteration_and_of_its_micro_step():
+    state, found = RandomBits(layers=2, seed=1, device=torch.device("cpu")), []
+    for last in (False, True, False, True):
+        state.before_micro_step()
+        found.append(state.of_layer(1)[1:3].tolist())
+        state.after_micro_step(torch.zeros(()), last)
+    assert found == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("recipe", ALIGNMENTS)
