@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common.errors import UserError
 from model import Head
 from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import build_optimizer
 from training.process.world import World
 from training.strategies.parallelize import parallelize
 
@@ -159,6 +160,15 @@ def test_a_model_that_no_strategy_can_train_is_refused(change, named):
     change(model)
     with pytest.raises(UserError, match=named):
         parallelize(model, TrainConfig(**TINY), World(0, 0, 1, torch.device("cpu")))
+
+
+def test_muon_refuses_blocks_that_are_frozen():
+    model = model_of(edited([]))
+    model.blocks.requires_grad_(False)
+    config = TrainConfig(**{**TINY, "optimizer": "muon"})
+    strategy = parallelize(model, config, World(0, 0, 1, torch.device("cpu")))
+    with pytest.raises(UserError, match="is frozen; use --optimizer=adamw"):
+        build_optimizer(strategy.shards, config)
 
 
 def test_each_change_in_contributing_changes_the_loss(dataset, tmp_path):

@@ -28,6 +28,8 @@ from training.strategies.parallelize import parallelize
 from training.strategies.replicated import Bucket
 from training.strategies.strategy import Shard, norm, norms
 
+CPU = torch.device("cpu")
+
 
 def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding) -> None:
     """Loshchilov and Hutter 2019, alg. 2."""

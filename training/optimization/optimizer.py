@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from common.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.optimization.adamw import NAMES, adamw_class, build_adamw, make_roundings
 from training.optimization.muon import Muon, MuonAndAdamW, is_muons, orthogonalization_flops
@@ -23,6 +24,8 @@ def build_optimizer(
         return build_adamw(shards, config, roundings)
     muons = [shard for shard in shards if is_muons(shard.name, shard.parameter)]
     rest = [shard for shard in shards if not is_muons(shard.name, shard.parameter)]
+    if not muons or not rest:
+        raise UserError("optimizer='muon', but all that it would train is frozen; use --optimizer=adamw")
     return MuonAndAdamW(Muon(muons, config, row_group, roundings), build_adamw(rest, config, roundings))
 
 
