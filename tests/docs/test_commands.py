@@ -256,7 +256,7 @@ def check_benchmark(module: str, arguments: list[str], script):
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
     else:
-        assert module in ("bench.peer", "bench.roofline", "bench.attention")
+        assert module in ("bench.peer", "bench.roofline")
         load_config(peer.parse(arguments)[1] if module == "bench.peer" else arguments)
 
 
