@@ -35,6 +35,7 @@ from bench.throughput import ITERS_MAX, check_formula, dataset_chooser
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from training.batches.sources import make_windows, open_sources
+from training.configuration.batch import EVAL_BATCH
 from training.configuration.flags import take_flags
 from training.pretrained.settings import load_run_config
 
@@ -131,7 +132,7 @@ def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: 
     base = dataclasses.replace(base, dataset=str(chosen(base)))
     if phase == "loss":  # on all windows if they are not too many: then they are the same for each seed
         windows = make_windows(open_sources(base, scan=False), base)["val"].count
-        batch = base.eval_batch_size or base.micro_batch
+        batch = base.eval_batch_size or EVAL_BATCH
         fixed["eval_iters"] = max(1, min(EVAL_TOKENS // (batch * base.block_size), windows // batch))
     settings = f"{phase}: {shlex.join([config, *plan.as_flags(keys), *flags])} --dataset={base.dataset}"
     runs = []

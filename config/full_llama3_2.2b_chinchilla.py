@@ -21,4 +21,3 @@ tokens_per_iter = 524_288  # 256 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000
-eval_batch_size = 16

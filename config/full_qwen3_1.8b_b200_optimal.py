@@ -23,4 +23,3 @@ dataloader_num_workers = 16
 
 warmup_iters = 2000
 lr_decay_iters = 25000
-eval_batch_size = 16

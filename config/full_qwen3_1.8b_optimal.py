@@ -22,4 +22,3 @@ tokens_per_iter = 786_432  # 384 sequences
 
 warmup_iters = 2000
 lr_decay_iters = 25000
-eval_batch_size = 16

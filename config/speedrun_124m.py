@@ -23,5 +23,6 @@ wsd_decay_fraction = 0.25
 warmup_iters = 40
 
 eval_interval = 40
+eval_batch_size = 32
 eval_iters = 44  # at most 1.44 M tokens: all windows of a small held-out part, then equal for every seed
 always_save_checkpoint = False

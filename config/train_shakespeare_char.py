@@ -21,4 +21,5 @@ beta2 = 0.99  # few tokens per iteration
 
 eval_interval = 250
 eval_iters = 200
+eval_batch_size = 64
 always_save_checkpoint = False  # it overfits: keep the best only

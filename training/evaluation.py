@@ -13,7 +13,7 @@ import torch
 
 from common.errors import RunError
 from training.batches.windows import Split, Windows, inputs_and_targets, permute
-from training.configuration.batch import divisors
+from training.configuration.batch import EVAL_BATCH, divisors
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import EVALUATION, stream_seed
 from training.process.world import World, sum_over_ranks
@@ -74,7 +74,7 @@ def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int =
     """(passes, sequences) window indices: at most eval_iters x weight batches, no window twice. A split with
     fewer windows than one batch repeats them to fill it. Which windows these are does not depend on the
     micro-batch: a batch is divided into equal passes that are not larger."""
-    B = config.eval_batch_size or config.micro_batch
+    B = config.eval_batch_size or EVAL_BATCH
     sequences = max(d for d in divisors(B) if d <= config.micro_batch)
     batches = max(1, min(round(config.eval_iters * weight), windows.count // B))
     order = np.arange(batches * B) % windows.count

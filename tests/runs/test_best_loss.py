@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, make_state, save
-from support.helpers import TINY, last_run, make_dataset, write_config
+from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, make_state, save, sign
+from support.helpers import TINY, edit_json, last_run, make_dataset, write_config
 
 from plots.run_record import load_run
 from training.batches.fingerprint import run_fingerprint
@@ -86,11 +86,12 @@ def test_the_measure_is_the_windows_and_their_tokens(tmp_path):
         measured(made["copy"]),
         measured(made["train"]),
         measured(one, eval_iters=4, eval_batch_size=2),
+        measured(one, batch_size=2),
         measured(one, eval_batch_size=4, batch_size=8),
         measured(one, learning_rate=1e-3, dtype="bfloat16", eval_interval=7),
         measured(one, eval_iters=1000, eval_batch_size=1, seed=1337),
     ]
-    assert same[:-1] == [usual] * 5
+    assert same[:-1] == [usual] * 6
     assert measured(one, eval_iters=1000, eval_batch_size=1, seed=5) == same[-1], "all windows, in any order"
     datasets = (made["val"], f"{one}:0.7,{made['val']}:0.3", f"{one}:0.6,{made['val']}:0.4")
     others = [measured(each) for each in datasets] + [measured(one, **{key: value}) for key, value in OTHERS]
@@ -98,8 +99,34 @@ def test_the_measure_is_the_windows_and_their_tokens(tmp_path):
     assert measured(one, eval_interval=0) is None
 
 
-OTHERS = [("eval_iters", 3), ("eval_batch_size", 3), ("batch_size", 2), ("seed", 5)]
+OTHERS = [("eval_iters", 3), ("eval_batch_size", 3), ("seed", 5)]
 OTHERS += [("packing", "truncate"), ("doc_masking", True), ("block_size", 16)]
+
+
+@pytest.mark.resume
+def test_a_resume_evaluates_the_windows_of_before(run, config, tmp_path, capsys):
+    """Unless a number is stated. Earlier versions saved None, and meant batch_size."""
+    out, resume = tmp_path / "out", (config, "--init_from=resume", "--eval_batch_size=None")
+    assert run(config, "--eval_batch_size=3") == 0
+    assert run(*resume, "--max_iters=8") == 0
+    assert last_run(out)["config"]["eval_batch_size"] == 3
+
+    assert run(config, f"--out_dir={tmp_path / 'older'}") == 0
+    folder = max((tmp_path / "older" / "checkpoints").glob("step-*"))
+    settings = json.loads((folder / "state.json").read_text())["config"]
+    assert settings["eval_batch_size"] == settings["batch_size"] == 4
+    edit_json(folder / "state.json", config={**settings, "eval_batch_size": None})
+    sign(folder)
+    capsys.readouterr()
+    divided = f"--out_dir={tmp_path / 'older'}", "--batch_size=2", "--gradient_accumulation_steps=2"
+    assert run(*resume, *divided, "--max_iters=8") == 0
+    record = last_run(tmp_path / "older")
+    assert record["config"]["eval_batch_size"] == 4 and record["events"] == []
+    assert "eval_batch_size" not in record["startup_info"]["changed_since_checkpoint"]
+    assert "other tokens or windows" not in capsys.readouterr().out
+
+    assert run(config, f"--out_dir={tmp_path / 'new'}", "--eval_batch_size=None", "--batch_size=2") == 0
+    assert last_run(tmp_path / "new")["config"]["eval_batch_size"] == 16
 
 
 def test_the_best_checkpoint_is_of_the_newest_measure(tmp_path):

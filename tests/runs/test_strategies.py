@@ -46,6 +46,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "n_embd": 16,
     "batch_size": 2,
+    "eval_batch_size": None,
     "max_iters": ITERATIONS,
     "gradient_log_interval": 1,
     "eval_interval": HALF,
@@ -101,10 +102,11 @@ DELAYED_FP8 = [
 TIED = ["--weight_tying=True", "--activation_checkpointing=full"]
 ONE_STRATEGY = {
     **{(s, "delayed fp8"): DELAYED_FP8 for s in ("zero1", "fsdp")},
-    **{(s, "muon, by four"): ["--optimizer=muon", "--eval_batch_size=2"] for s in STRATEGIES},
+    **{(s, "muon, by four"): ["--optimizer=muon"] for s in STRATEGIES},
     **{(s, "muon, by three"): ["--optimizer=muon", *NINE] for s in ("single", *STRATEGIES)},
+    **{(s, "one micro-step"): ["--batch_size=auto"] for s in ("single", *STRATEGIES)},
     ("fsdp", "muon, hybrid"): ["--optimizer=muon", "--fsdp_sharding=hybrid"],
-    **{(s, "by four"): ["--batch_size=auto", "--eval_batch_size=2"] for s in STRATEGIES},
+    **{(s, "by four"): ["--batch_size=auto"] for s in STRATEGIES},
     ("fsdp", "fused"): BF16,
     ("fsdp", "fused, hybrid"): [*BF16, "--fsdp_sharding=hybrid"],
     ("fsdp", "fused, tied"): [*BF16, *TIED, "--reshard_after_forward=True"],
@@ -232,6 +234,15 @@ def test_every_strategy_gives_the_losses_of_one_process(runs, name, variant):
         [row["gradients"]["grad_std"] for row in each["training_iterations"]] for each in (record, reference)
     ]
     assert deviations[0] == pytest.approx(deviations[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_losses_are_those_of_any_division(runs, name):
+    """Also of evaluations, whose batches are not those of the training."""
+    record, divided = runs[name, "one micro-step"], runs["single", "plain"]
+    assert record["config"]["batch_size"] == 8 // (1 if name == "single" else 2)
+    assert record["config"]["gradient_accumulation_steps"] == 1 and divided["config"]["batch_size"] == 2
+    agree(record, divided, 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize(("name", "variant"), PARALLEL)

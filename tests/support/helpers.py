@@ -43,6 +43,7 @@ TINY = {
     "max_iters": 4,
     "eval_interval": 0,
     "eval_iters": 2,
+    "eval_batch_size": 4,
     "log_interval": 1,
     "learning_rate": 1e-2,
     "min_lr": 1e-3,

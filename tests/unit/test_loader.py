@@ -19,7 +19,7 @@ from training.evaluation import eval_batches, evaluate
 from training.process.world import World
 
 T = TINY["block_size"]
-CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 4})
+CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "eval_batch_size": 2, "gradient_accumulation_steps": 4})
 GLOBAL_BATCH = CONFIG.samples_per_iter(1)  # 8 samples an iteration, at every world size below
 
 
@@ -191,16 +191,26 @@ def test_workers_end_with_the_loader(windows):
 
 
 def test_evaluation_repeats_no_window_and_is_the_same_every_time(windows):
-    config = dataclasses.replace(CONFIG, batch_size=8, eval_iters=12)
+    config = dataclasses.replace(CONFIG, batch_size=8, eval_batch_size=8, eval_iters=12)
     order = eval_batches(windows, config)
     assert order.shape == (12, 8) and len(np.unique(order)) == 96
     assert np.array_equal(order, eval_batches(windows, config))
 
 
 def test_evaluation_takes_what_a_small_split_has(windows):
-    assert eval_batches(windows, dataclasses.replace(CONFIG, batch_size=8, eval_iters=1000)).shape == (12, 8)
-    filled = eval_batches(windows, dataclasses.replace(CONFIG, batch_size=150, eval_iters=3))
+    several = dataclasses.replace(CONFIG, batch_size=8, eval_batch_size=8, eval_iters=1000)
+    assert eval_batches(windows, several).shape == (12, 8)
+    filled = eval_batches(windows, dataclasses.replace(several, batch_size=150, eval_batch_size=150))
     assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50
+
+
+@pytest.mark.parametrize("stated", [None, 6])
+def test_evaluation_windows_are_those_of_any_micro_batch(windows, stated):
+    config = dataclasses.replace(CONFIG, eval_batch_size=stated, eval_iters=3)
+    orders = [eval_batches(windows, dataclasses.replace(config, batch_size=B)) for B in (1, 2, 6, 12, 64)]
+    assert all(np.array_equal(order.ravel(), orders[0].ravel()) for order in orders)
+    assert [order.shape[1] for order in orders] == ([1, 2, 6, 6, 6] if stated else [1, 2, 4, 8, 16])
+    assert orders[0].size == 3 * (stated or 16)
 
 
 class Recorder(torch.nn.Module):

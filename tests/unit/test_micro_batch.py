@@ -71,7 +71,7 @@ def test_an_evaluation_alone_is_not_refused_and_takes_any_number_of_processes(mo
     stated = full(QWEN, "--eval_only=True", processes=5)
     assert sequences_per_gpu(stated, 5) == 16, "whatever tokens_per_iter is"
     config, _ = resolve_micro_batch(stated, world)
-    assert (config.batch_size, config.gradient_accumulation_steps, config.eval_batch_size) == (1, 1, 16)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (1, 1)
 
 
 # --- the rule ---
@@ -103,7 +103,7 @@ def test_what_is_chosen_in_exactly_the_memory_of_other_numbers(memory_of, made):
     resolved, found = choose(config, 1, memory)
     assert found.fits and found.needed_gib <= memory.gib
     changed = {name for name, value in resolved.to_dict().items() if value != config.to_dict()[name]}
-    assert changed <= {"batch_size", "gradient_accumulation_steps", "loss_chunks", "eval_batch_size"}
+    assert changed <= {"batch_size", "gradient_accumulation_steps", "loss_chunks"}
     assert (resolved.batch_size, resolved.loss_chunks) == made
 
 

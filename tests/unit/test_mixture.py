@@ -221,7 +221,7 @@ class MeanId(torch.nn.Module):
 
 
 def test_validation_loss_is_the_mean_of_the_sources_by_weight(folders):
-    settings = config(mixed(folders), eval_interval=1, eval_iters=10)
+    settings = config(mixed(folders), eval_interval=1, eval_iters=10, eval_batch_size=2)
     windows = open_windows(settings)
     losses = evaluate(MeanId(), windows, settings, world())
     a, b = (losses["sources"][str(folder)] for folder in folders)

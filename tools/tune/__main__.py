@@ -115,8 +115,6 @@ def config_text(ladder: Ladder, command: str, stated: Setting) -> str:
     tuned = {key: value for key, value in best.items() if key in stated or value != KEYS[key].default}
     tuned |= {"batch_size": best["batch_size"], "gradient_accumulation_steps": AUTO}
     tuned |= {"tokens_per_iter": settings.tokens}
-    if stated.get("eval_batch_size") is None:
-        tuned["eval_batch_size"] = settings.eval_batch
     values = [f"{key} = {value!r}" for key, value in (stated | tuned).items()]
     header = [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(about, 108))]
     return "\n".join([*header, *values, ""])

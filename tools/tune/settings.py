@@ -80,7 +80,6 @@ class Settings:
         self.base, self.processes, self.memory, self.fixed = base, processes, memory, fixed
         own, found = choose(base, processes, memory)  # 'auto' as numbers
         self.runs_as_it_is = found.fits or not is_auto(base)  # else train.py would refuse it
-        self.eval_batch = own.eval_batch_size or own.micro_batch  # losses of evaluations stay comparable
         # of an iteration; they stay
         stated = base.tokens_per_iter if is_auto(base) else None
         self.tokens = stated or base.samples_per_iter(processes) * base.block_size

@@ -30,6 +30,7 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damaged
+from training.configuration.batch import EVAL_BATCH
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.other_names import removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
@@ -117,11 +118,11 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
     """The verified checkpoint that the configuration asks for. epoch: number of its samples, for max_epochs.
     All ranks. Raises UserError."""
     per_iteration = config.samples_per_iter(world.size)
-    resume = Resume(fix_schedule(end_after_epochs(config, epoch, per_iteration), {}))
+    resume = Resume(fix_schedule(end_after_epochs(_with_windows(config, {}), epoch, per_iteration), {}))
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
-        config = _with_optimizer(checkpoint, BEFORE | saved.config, config)
+        config = _with_windows(_with_optimizer(checkpoint, BEFORE | saved.config, config), saved.config)
         config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
         is_other_run = not config.eval_only and refuse_changes(checkpoint, saved, config, world.size, data)
@@ -228,6 +229,13 @@ def _with_optimizer(folder: Path, saved: dict[str, Any], config: TrainConfig) ->
         f"adam_dtype={config.adam_dtype!r}, and moments of 8 bits are not converted; go on with "
         f"--adam_dtype={moments}"
     )
+
+
+def _with_windows(config: TrainConfig, saved: dict[str, Any]) -> TrainConfig:
+    """With an eval_batch_size: if none is stated, that of the checkpoint, whose evaluations then go on with
+    the same windows."""
+    number = config.eval_batch_size or saved.get("eval_batch_size") or EVAL_BATCH
+    return replace(config, eval_batch_size=number)
 
 
 def changed_settings(saved: SavedState, config: TrainConfig) -> dict[str, list]:

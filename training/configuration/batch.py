@@ -10,7 +10,9 @@ from common.errors import UserError
 from training.configuration.keys import AUTO, TrainConfig
 
 BATCH = ("batch_size", "gradient_accumulation_steps")  # what may be 'auto'
-EVAL_BATCH = 16  # eval_batch_size where batch_size is 'auto': losses must not depend on the GPU's memory
+# eval_batch_size where it is not stated: the windows of an evaluation must not depend on how an iteration is
+# divided among GPUs and micro-steps
+EVAL_BATCH = 16
 
 
 def check_batch(config: TrainConfig, world_size: int) -> None:

@@ -38,7 +38,7 @@ class TrainConfig:
         100, "batches of eval_batch_size sequences per split, over all GPUs together", minimum=1
     )
     eval_batch_size: int | None = key(
-        None, "sequences; None: batch_size, or 16 if that is 'auto'", minimum=1, maximum=BATCH_MAX
+        None, "sequences; None: 16, or as many as before a resume", minimum=1, maximum=BATCH_MAX
     )
     eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
     eval_at_start: bool = key(False, "also evaluate before the first update")

@@ -74,11 +74,14 @@ REMOVED_VALUES = {
 
 
 def todays_settings(saved: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a checkpoint or record of any version, with those that are aliases today resolved."""
+    """The settings of a checkpoint or record of any version, with those that are aliases today resolved, and
+    with what None meant."""
     stated = {name: value for name, value in saved.items() if name not in ALIASES}
     for name, alias in ALIASES.items():
         if name in saved and saved[name] != alias.neutral:
             stated |= alias.sets(saved[name], stated)
+    if "batch_size" in saved and saved.get("eval_batch_size") is None:  # until 2026-11-28
+        stated["eval_batch_size"] = saved["batch_size"]
     return stated
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common import units
 from common.errors import UserError
-from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
+from training.configuration.batch import divisors, is_auto, sequences_per_gpu
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import check
 from training.memory.estimate import estimate_memory, needed_memory
@@ -143,14 +143,12 @@ def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
         numbers = [(batches[0], parts) for parts in (*several, 1)]
     steps, parts = config.gradient_accumulation_steps, config.loss_chunks
     sequences = 0 if steps != AUTO or config.eval_only else sequences_per_gpu(config, world_size)
-    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
     for B, fewest in numbers:
         yield replace(
             config,
             batch_size=B,
             gradient_accumulation_steps=max(1, sequences // B) if steps == AUTO else steps,
             loss_chunks=fewest if parts == AUTO else parts,
-            eval_batch_size=evaluation,
         )
 
 
