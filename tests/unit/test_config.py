@@ -334,6 +334,12 @@ def test_wandb_log_adds_to_the_trackers(monkeypatch, load):
     assert load(text="wandb_log = True\ntrackers = 'trackio'").trackers == "trackio,wandb"
 
 
+def test_the_home_folder_may_begin_every_path_of_a_mixture(monkeypatch, load):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = load("--dataset=~/a:0.5, ~/b:0.3,/c/~/d:0.2", "--out_dir=~/out")
+    assert found.dataset == "/home/me/a:0.5, /home/me/b:0.3,/c/~/d:0.2" and found.out_dir == "/home/me/out"
+
+
 def test_settings_of_an_earlier_version_mean_what_they_did():
     saved = {"decay_lr": False, "lr_schedule": "wsd", "keep_all_checkpoints": False, "keep_last": 3}
     saved |= {"wandb_log": True, "trackers": "tensorboard", "matmul_algorithms": "measured", "sm_carveout": 0}

@@ -364,6 +364,14 @@ def test_delayed_scales_come_from_the_steps_before_and_are_saved(folder):
     assert (dy[:-1] <= one).all() and (dy[:-1] > 0.01).all() and (w <= one).all() and (w > 0.9).all()
 
 
+def test_what_an_evaluation_has_found_scales_no_iteration():
+    """The weights' largest magnitudes are of the last update, and stay."""
+    state = DelayedScaling(2, TrainConfig(amax_history=2), torch.device("cpu"))
+    state.amax.fill_(5.0)
+    state.before_iteration()
+    assert state.amax.view(3, 2).tolist() == [[0, 0], [5, 5], [0, 0]]
+
+
 def test_an_overflow_that_fp8_would_hide_skips_the_update():
     state = DelayedScaling(1, TrainConfig(low_precision="fp8_delayed", amax_history=2), torch.device("cpu"))
     x, _, dy = state.of_layer(0)
