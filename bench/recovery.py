@@ -146,7 +146,8 @@ def measure(fault: str, launch: Launch) -> dict[str, Any]:
 def goodput(folder: Path, processes: int, argv: list[str], minutes: float, every_s: float) -> dict[str, Any]:
     """The iterations of so many minutes without a fault, made again with kills. Raises RunError."""
     whole, began = Launch(folder / "whole", processes, argv), time.time()
-    time.sleep(60 * minutes)
+    whole.wait_for("write")  # a stop before the first iteration saves nothing
+    time.sleep(max(0.0, began + 60 * minutes - time.time()))
     whole.torchrun.terminate()  # the run saves what it has
     whole.torchrun.wait()
     iterations, files = newest_checkpoint(whole.folder)

@@ -99,7 +99,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.known is not None
         ):  # of a multiple of the loss, the sum that was made without it must not be an update
             is_known = dloss == ctx.known.value
-            if ctx.known.checks and not is_known:  # sync point
+            if ctx.known.checks and dloss.isfinite() and not is_known:  # sync point
                 raise UserError(MULTIPLE)
             factor = torch.where(is_known, factor, math.nan)
         dx = (dx.float() * factor).to(dx.dtype)  # not dx * factor, which would round factor to dx's dtype

@@ -21,7 +21,7 @@ from support.imports import ORDER, first_sentence, read_sources
 
 from docs.generate import pages
 
-LONGEST = {"README.md": 130, "TRAINING_GUIDE.md": 300, "SYSTEM_OVERVIEW.md": 250, "CONTRIBUTING.md": 135}
+LONGEST = {"README.md": 130, "TRAINING_GUIDE.md": 300, "SYSTEM_OVERVIEW.md": 250, "CONTRIBUTING.md": 150}
 LONGEST |= {"CHANGELOG.md": 100}  # lines
 WITHOUT_CONTENTS_UP_TO = 100  # lines
 
@@ -167,7 +167,8 @@ def test_page_of_the_record_has_every_field():
             keys = node.keys if isinstance(node, ast.Dict) else []
             if isinstance(node, ast.Assign):
                 keys = [target.slice for target in node.targets if isinstance(target, ast.Subscript)]
-            fields |= {key.value for key in keys if isinstance(key, ast.Constant)}
+            constants = (key.value for key in keys if isinstance(key, ast.Constant))
+            fields |= {value for value in constants if isinstance(value, str)}
     assert {"mfu_percent", "superseded", "document_length_per_token", "commit"} <= fields
     words = set(re.findall(r"\w+", TEXTS["docs/run-record.md"]))
     assert sorted(fields - words) == []

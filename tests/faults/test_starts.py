@@ -199,7 +199,7 @@ def test_hybrid_sharding_on_unequal_machines_is_refused_with_their_sizes(config,
     flags = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
     here, there = launch(config, tmp_path / "out", processes=(2, 1), all_flags=flags)
     assert here[0] == there[0] == 1, here[2][-3000:]
-    says(here[2], "[rank 0] error: fsdp_sharding='hybrid' needs as many processes on each machine")
+    says(here[2], "error: fsdp_sharding='hybrid' needs as many processes on each machine")
     says(here[2], "but there are 2 on machine 0 (", "1 on machine 1 (")
 
 

@@ -180,7 +180,7 @@ def test_held_out_losses_are_those_of_the_records_on_windows_that_fit_the_split(
         record = json.loads(path.read_text())
         assert record["config"]["seed"] == int(seed) and record["config"]["learning_rate"] == 6e-4
         assert [(step["iter"], step["val_loss"]) for step in record["eval_steps"]] == [(6, loss)]
-        assert record["config"]["eval_iters"] == 31  # 124 windows, 4 at a time
+        assert record["config"]["eval_iters"] == 7  # 124 windows, 16 at a time
 
 
 def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatch, capsys):
@@ -304,7 +304,12 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_runs(flags, message
 
 @pytest.mark.parametrize(
     ("most", "flags", "expected"),
-    [(2**21, [], 31), (2**21, ["--batch_size=5"], 24), (2**21, ["--batch_size=200"], 1), (1280, [], 10)],
+    [
+        (2**21, [], 7),
+        (2**21, ["--eval_batch_size=4"], 31),
+        (2**21, ["--eval_batch_size=200"], 1),
+        (1280, [], 2),
+    ],
 )
 def test_the_held_out_loss_is_of_all_windows_if_they_are_few(
     tokens, tmp_path, monkeypatch, most, flags, expected

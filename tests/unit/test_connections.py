@@ -12,8 +12,8 @@ import time
 import pytest
 from support.helpers import ROOT
 
+from common.connections import WELCOME, accept_ranks, hold, listen
 from training.faults import connections
-from training.faults.connections import WELCOME, accept_ranks, hold, listen
 
 pytestmark = pytest.mark.dead_rank
 
@@ -21,7 +21,7 @@ SECONDS = 20  # for a process that begins, or a connection that closes
 # a process of a rank: it is told an address and a greeting, and then what to do
 RANK = """
 import ctypes, os, sys, threading, time
-from training.faults.connections import hold
+from common.connections import hold
 port, greeting, what = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
 threading.Thread(target=hold, args=("127.0.0.1", port, greeting, set()), daemon=True).start()
 sys.stdin.readline()
@@ -85,9 +85,7 @@ def test_a_rank_that_is_killed_is_lost_and_one_that_is_stopped_or_holds_the_inte
 
 
 def test_the_end_of_rank_0_is_noticed_by_another_rank():
-    code = (
-        "from training.faults.connections import *; one = listen(9); print(one.getsockname()[1], flush=True);"
-    )
+    code = "from common.connections import *; one = listen(9); print(one.getsockname()[1], flush=True);"
     code += "accept_ranks(one, {b'token 1': 1}, set())"
     first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lost: set[int] = set()

@@ -1,6 +1,6 @@
 """Finds out which other ranks have ended, and which one the others wait for. It uses no collective, because
 it is needed when a collective does not return, and before there is a process group. A rank has ended if its
-connection is closed (training/faults/connections.py): rank 0 notices all others' end, and they rank 0's.
+connection is closed (common/connections.py): rank 0 notices all others' end, and they rank 0's.
 
 Every rank writes its progress into torchrun's store, from its first second. Until all ranks have joined, rank
 0 looks at all others, and they look at rank 0: one that is not there, or silent, is late and not dead. The
@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from common.connections import accept_ranks, hold, listen
 from common.processes import is_running
-from training.faults.connections import accept_ranks, hold, listen
 from training.process.exit_status import within
 from training.process.launch import is_launched, launch_info, machine_number, machine_size, store_address
 from training.process.world import NO_LIMIT, another_connection, meet, wait_until_a_torchrun_leaves
