@@ -154,9 +154,9 @@ def goodput(folder: Path, processes: int, argv: list[str], minutes: float, every
     unkilled_s, began = time.time() - began, time.time()
     killed, kills = Launch(folder / "killed", processes, [*argv, f"--max_iters={iterations}"]), 0
     while killed.is_running():
-        # none before the first row after the last one: each kill ends training, no start
-        trains = killed.marks["write"] and killed.marks["write"][-1]["pid"] in killed.ranks()
-        if trains and time.time() - began > every_s * (kills + 1):
+        # each kill ends training, no start; where a start takes longer, training goes on all the same
+        rows = [one["time"] for one in killed.marks["write"] if one["pid"] in killed.ranks()]
+        if rows and time.time() - (rows[0] if kills else began) > every_s:
             with contextlib.suppress(ProcessLookupError):  # of a rank that has ended by itself
                 killed.end_rank("SIGKILL")
                 kills += 1
