@@ -26,6 +26,7 @@ from training.pretrained.folder import PREFIX, read_generation
 from training.pretrained.generation_settings import end_ids
 from training.pretrained.reading import load_pretrained
 from training.pretrained.same_tokenizer import check_recorded, check_rows
+from training.strategies.replicated import is_stored_in_compute_dtype
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def load_weights(name: str, device: torch.device) -> Source:
 
 
 def compute_in(model: Transformer, dtype: str) -> None:
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
+    for name, parameter in model.named_parameters():
+        if is_stored_in_compute_dtype(model, name):
             parameter.data = parameter.data.to(DTYPES[dtype])
     model.compute_dtype = DTYPES[dtype]
     model.eval()

@@ -95,9 +95,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         dx, dweight, counted = ctx.saved_tensors
         factor = dloss / counted
-        if (
-            ctx.known is not None
-        ):  # of a multiple of the loss, the sum that was made without it must not be an update
+        if ctx.known is not None:
+            # of a multiple of the loss, the sum that was made without the factor must not become an update
             is_known = dloss == ctx.known.value
             if ctx.known.checks and dloss.isfinite() and not is_known:  # sync point
                 raise UserError(MULTIPLE)

@@ -25,6 +25,7 @@ from support.helpers import ROOT, TINY, checkpoint_tensors, last_run, make_datas
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UserError
+from generation.source import compute_in
 from model import Head
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import build_optimizer
@@ -160,6 +161,12 @@ def test_a_model_that_no_strategy_can_train_is_refused(change, named):
     change(model)
     with pytest.raises(UserError, match=named):
         parallelize(model, TrainConfig(**TINY), World(0, 0, 1, torch.device("cpu")))
+
+
+def test_a_model_with_layers_of_torch_makes_text_in_bfloat16():
+    model = model_of(edited(OTHERS[TORCHS]))
+    compute_in(model, "bfloat16")
+    assert model(torch.arange(8)[None]).dtype == torch.bfloat16
 
 
 def test_muon_refuses_blocks_that_are_frozen():
