@@ -12,8 +12,8 @@ import time
 import pytest
 from support.helpers import ROOT
 
+from common import connections
 from common.connections import WELCOME, accept_ranks, hold, listen
-from training.faults import connections
 
 pytestmark = pytest.mark.dead_rank
 
