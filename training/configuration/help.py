@@ -84,7 +84,7 @@ def sections() -> dict[str, list[str]]:
 def values(key: Key) -> str:
     """'int, at least 1, guarded', or the choices: "'stream' | 'truncate', guarded"."""
     kinds = [] if key.choices else [type_names(key.types)]
-    facts = [" | ".join([*kinds, *map(repr, key.choices + key.words)])]
+    facts = [" | ".join([*kinds, *map(repr, key.choices + key.words), *["package.module"] * key.modules])]
     if key.minimum is not None:
         facts.append(f"at least {key.minimum}")
     if key.maximum is not None:

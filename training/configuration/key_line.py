@@ -7,6 +7,8 @@ import typing
 from types import NoneType, UnionType
 from typing import Literal, NamedTuple, TypeVar, Union
 
+from training.configuration.choices import CHOICES, names_of
+
 T = TypeVar("T")
 
 # Greatest values. A key without one of its own has that of its type.
@@ -39,6 +41,7 @@ class Key(NamedTuple):
 
     types: tuple[type, ...]  # that a value may have, besides the words; None comes last
     choices: tuple[str | None, ...]  # () where the type allows any value
+    modules: bool  # beside its choices, package.module is one (training/configuration/choices.py)
     words: tuple[str, ...]  # that may stand in place of a number: 'auto'
     default: object
     help: str
@@ -59,6 +62,8 @@ def read_line(hint: object, field: dataclasses.Field) -> Key:
     literals = [value for one in alternatives for value in typing.get_args(one)]
     types = [one for one in alternatives if typing.get_origin(one) is not Literal]
     choices, words = (literals, []) if not types else ([], literals)
+    modules = field.name in CHOICES
+    choices = names_of(field.name) if modules else choices
     allowed = types or dict.fromkeys(type(choice) for choice in choices)
     ordered = tuple(sorted(allowed, key=lambda t: t is NoneType))
-    return Key(ordered, tuple(choices), tuple(words), field.default, **field.metadata)
+    return Key(ordered, tuple(choices), modules, tuple(words), field.default, **field.metadata)

@@ -18,6 +18,7 @@ from common.text import shorten, shown
 from model_config import ModelConfig
 from ops.recipes.properties import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
+from training.configuration.choices import is_module
 from training.configuration.elsewhere import VALUES
 from training.configuration.key_line import YEAR, Key
 from training.configuration.keys import FACTORS, GUARDED, KEYS, RECOMPUTING, TrainConfig
@@ -70,13 +71,14 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_value(name: str, known: Key, value: object) -> None:
-    if known.choices and value not in known.choices:
+    if known.choices and value not in known.choices and not (known.modules and is_module(value)):
         if instead := REMOVED_VALUES.get((name, str(value))):
             raise UserError(f"{name}={shown(value)} was removed: {instead}")
         if theirs := VALUES.get((name, str(value))):
             raise UserError(f"{name}={shown(value)} is {theirs}")
         hint = did_you_mean(str(value), map(str, known.choices))
-        raise UserError(f"{name}={shown(value)} is not one of {', '.join(map(repr, known.choices))}{hint}")
+        listed = ", ".join(map(repr, known.choices)) + ", nor a package.module" * known.modules
+        raise UserError(f"{name}={shown(value)} is not one of {listed}{hint}")
     if known.words and isinstance(value, str) and value not in known.words:
         listed = ", ".join(map(repr, known.words))
         raise UserError(f"{name}={shown(value)} is neither a number nor {listed}")
