@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -58,6 +59,11 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> Tensor:
 # --- layers ---
 
 
+def call(part: Callable[..., Any], *inputs: Any) -> Any:
+    """How a layer runs a part of itself, if ops/recompute.py sets no other way."""
+    return part(*inputs)
+
+
 def make_norm(config: ModelConfig) -> RMSNorm:
     """Before each layer and before the head."""
     if config.normalization == "layernorm":
@@ -85,6 +91,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
+        self.run_heads = self.run_projection = call
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         # one matmul: q, then k, then v
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
@@ -93,10 +100,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Activation, rotary: Rotary | None, mask: Mask = None) -> Delta:
-        return self.attend_and_project(self.qkv.activation(x), rotary, mask)
+        return self.run_projection(self.attend_and_project, self.qkv.activation(x), rotary, mask)
 
     def attend_and_project(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> Delta:
-        return self.out.delta(merge_heads(self.attend_heads(qkv, rotary, mask)))
+        return self.out.delta(merge_heads(self.run_heads(self.attend_heads, qkv, rotary, mask)))
 
     def attend_heads(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> Tensor:
         """qkv (B, T, (H + 2K) D) -> (B, T, H, D)."""
@@ -123,10 +130,9 @@ class FeedForward(nn.Module):
     """down(activation(up(x))); gated: down(activation(gate(x)) * up(x)) (Shazeer 2020), gate and up in one
     matmul, whose rows are gate 0, up 0, gate 1, up 1, ..."""
 
-    compute = staticmethod(feed_forward)  # down(activation(up(x)))
-
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.compute = feed_forward  # or what computes the same in another way
         gated = config.ffn_type == "swiglu"
         self.activation = ACTIVATIONS[config.ffn_type, config.activation]
         self.up = Linear(config.n_embd, config.d_ff * (2 if gated else 1), bias=config.bias)
@@ -145,8 +151,12 @@ class Block(nn.Module):
         self.attn_norm, self.attn = make_norm(config), Attention(config, attend)
         self.ffn_norm, self.ffn = make_norm(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.compute = self.layers  # or what compile.py makes of it; hooks are around forward
 
-    def forward(
+    def forward(self, *inputs) -> tuple[Tensor, Delta]:
+        return self.compute(*inputs)
+
+    def layers(
         self, x: Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
     ) -> tuple[Tensor, Delta]:
         x, normed = self.attn_norm.add(x, delta)
@@ -165,6 +175,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.compute_input = self.normed  # or its compiled form
 
     def forward(
         self,
@@ -173,7 +184,7 @@ class Head(nn.Module):
         targets: Tensor | None = None,
         gradient_scale: GradientScale | None = None,
     ) -> Tensor:
-        x = self.normed(x, delta)
+        x = self.compute_input(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks, gradient_scale)

@@ -38,12 +38,14 @@ import model_builder
 from common.text import plain
 from model import Transformer, manual_attention
 from ops.documents import Documents
+from ops.recipe import Recipe
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.sources import RunData, Source, make_windows
+from training.batches.sources import RunData, make_windows
 from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
+from training.configuration.choices import find
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
@@ -62,12 +64,7 @@ from training.inputs import check_inputs
 from training.memory.estimate import host_memory
 from training.memory.micro_batch import resolve_micro_batch
 from training.optimization.compile import compile_and_checkpoint, start_compilers
-from training.optimization.ffn_backend import use_ffn_backend
-from training.optimization.low_precision import (
-    LowPrecisionState,
-    describe_low_precision,
-    use_low_precision,
-)
+from training.optimization.low_precision import describe_low_precision, use_low_precision
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.schedule import learning_rate
@@ -151,16 +148,16 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     data = RunData(sources, agree_on_data(sources, world), make_windows(sources, config))
     resume = find_resume(config, world, data.fingerprint, data.windows["train"].count)
     config = resume.config  # as stated, with its last iteration and the schedule of the first attempt
-    peak = agree_on_peak(config, world)
 
     # 4) build
-    model, attention, low_precision = build(config, sources, world)
+    model, attention, recipe = build(config, world)
+    peak = agree_on_peak(config, world, recipe.peak if recipe.native else None)
     compile_and_checkpoint(model, config)
 
     # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
-    eager, state = build_step(config, strategy, model.documents, timer, low_precision)
+    eager, state = build_step(config, strategy, model.documents, timer, recipe)
 
     # 6) load weights, Adam moments, random generators and data position
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))  # each rank has a seed of its own
@@ -169,11 +166,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     loader = Loader(data.windows["train"], config, world, progress.samples_seen, timer, model.documents)
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
-    memory = micro_batch.describe(config, world.size, low_precision.block_scaled)
-    executed = describe_low_precision(model, config, low_precision)
-    if not executed.get("low_precision", {}).get("native"):
-        peak = peak.without_formats()  # mxfp8 and nvfp4, whose check failed
-    setup = Setup(flops, peak, attention.to_dict(), memory, executed)
+    memory = micro_batch.describe(config, world.size, recipe.native)
+    setup = Setup(flops, peak, attention.to_dict(), memory, describe_low_precision(config, recipe))
     logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
     watchdog.logger = logger
 
@@ -295,9 +289,7 @@ def join_ranks(config: TrainConfig, watchdog: Watchdog) -> tuple[World, Path]:
     return world, open_log(config, world)
 
 
-def build(
-    config: TrainConfig, sources: list[Source], world: World
-) -> tuple[Transformer, AttentionChoice, LowPrecisionState]:
+def build(config: TrainConfig, world: World) -> tuple[Transformer, AttentionChoice, Recipe]:
     """The model on this rank's device. It is built on the meta device, then each weight is drawn from (seed,
     its name), so that every rank starts with the same weights."""
     model_config, dtype, device = config.model_config(), DTYPES[config.dtype], world.device
@@ -308,9 +300,9 @@ def build(
     model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.logit_parts
-    low_precision = use_low_precision(model, config, world)
-    use_ffn_backend(model, config)
-    return model, attention, low_precision
+    recipe = use_low_precision(model, config, world)
+    find("ffn_backend", config.ffn_backend).use(model)
+    return model, attention, recipe
 
 
 def build_step(
@@ -318,7 +310,7 @@ def build_step(
     strategy: Strategy,
     documents: Documents | None,
     timer: WorkTimer | None,
-    low_precision: LowPrecisionState,
+    recipe: Recipe,
 ) -> tuple[EagerStep, TrainState]:
     """The step, whose optimizer has the weights that the strategy gives this rank, and the tensors that it
     changes: those of a checkpoint."""
@@ -326,8 +318,8 @@ def build_step(
     optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
     loss_scale = LossScale(config.dtype == "float16", device)
     guard = UpdateGuard(config, device)
-    step = EagerStep(strategy, optimizer, loss_scale, config, guard, documents, timer, low_precision)
-    return step, TrainState(strategy, optimizer, loss_scale, strategy.world, guard, low_precision)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard, recipe, documents, timer)
+    return step, TrainState(strategy, optimizer, loss_scale, strategy.world, guard, recipe)
 
 
 def run(argv: list[str]) -> int:

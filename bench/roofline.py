@@ -28,7 +28,7 @@ from bench.operations import ON_A_CPU, Timing, seconds_per_call, time_attention,
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
-from ops.recipes.properties import ONE_SCALE
+from training.configuration.choices import find
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
@@ -132,7 +132,7 @@ def matmul_shapes(config: ModelConfig) -> Counter:
 
 def runs_in_fp8(name: str, config: TrainConfig) -> bool:
     chosen = name != HEAD or config.low_precision_scope == "layers_and_head"
-    return config.low_precision in ONE_SCALE and chosen
+    return find("low_precision", config.low_precision).forms(native=True)[0].is_float8 and chosen
 
 
 def lines(measured: dict) -> list[str]:

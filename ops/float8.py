@@ -36,17 +36,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ops import cublaslt
 from ops.custom_op import custom_op, register_fake
 from ops.quantization.formats import to_float8
-from ops.quantized_linear import Operand
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 AMAX_PART = 16384  # numbers whose amax a program of the kernel finds
+
+
+class Operand(NamedTuple):
+    """A matrix (M, N) for two matmuls: rows (M, N); columns, transposed, (N, M), contiguous. Either form
+    times inverse_scale, () fp32, is about the matrix."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    inverse_scale: torch.Tensor
 
 
 # --- quantization ---

@@ -5,7 +5,7 @@ M tokens · C, N, K widths
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ops.activation import Activation, Delta
 from ops.custom_op import custom_op, register_fake
+from ops.losses import cross_entropy
 from ops.norm import norm_again
 
 
@@ -21,13 +22,14 @@ class Linear(nn.Linear):
     """A Linear that computes in its input's dtype, whatever its weight is stored in.
 
     weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. The next two are set by ops/recompute.py.
+    to; weight.grad then stays None. The next two are set by ops/recompute.py. Subclasses compute otherwise:
+    project() and loss_part() are all that does.
     """
 
     weight_grad: torch.Tensor | None = None
     recomputes_input = False  # in the backward, if what came says how
     ends_recomputation = False  # this product is the last of what torch.utils.checkpoint() repeats
-    low_precision: Any = None  # the Quantized of a subclass in ops/quantized_linear.py
+    keeps_input = True  # for the backward as it came, and not in a form of its own
 
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         return self.project(Activation.of(x)).with_bias()
@@ -64,6 +66,61 @@ class Linear(nn.Linear):
         if self.weight_grad is not None:
             return self.weight, None, bias
         return self.weight.to(dtype), bias, None
+
+    def loss_part(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        weight: torch.Tensor,
+        dweight: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x (N, C), targets (N,), the weight (V, C) in x's dtype -> the sum of the losses of the logits
+        x weight^T, and its gradient for x. Adds that of the weight to dweight (V, C) fp32, times scale, if
+        there is one; without dweight there are no gradients (ops/cross_entropy.py)."""
+        # scale is for x and not for the logits' gradient, which has many numbers just above -1: in bf16, all
+        # of them times the same scale may be rounded in the same direction
+        scaled = x if scale is None else (x.float() * scale).to(x.dtype)
+        logits = F.linear(x, weight)  # (N, V)
+        losses = cross_entropy(logits, targets, dweight is not None)
+        if dweight is None:
+            return losses.sum(), None
+        add_weight_gradient(logits, scaled, dweight)  # by now, they are their gradient
+        return losses.sum(), logits @ weight
+
+    def can_scale_sum(self, dtype: torch.dtype) -> bool:
+        """Whether loss_part() takes a scale: its operands are then exact enough."""
+        return dtype != torch.float16
+
+    # --- what a subclass keeps of its weight ---
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """What refresh() makes of the weight, by name."""
+        return {}
+
+    @staticmethod
+    def refresh(layers: Sequence[Linear]) -> None:
+        """Writes the copies() of layers of this class anew, in place: captured code has their addresses."""
+
+
+class InPlaceOf(Linear):
+    """A Linear with the parameters of another one, whose place in the model it takes."""
+
+    def __init__(self, layer: Linear):
+        assert not layer.recomputes_input, "recompute() chooses by what a layer keeps: it comes later"
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+
+
+@torch.no_grad()
+def refresh_weights(model: nn.Module) -> None:
+    """After an update, and after loading: whatever Linears keep of their weights is made anew."""
+    layers: dict[type[Linear], list[Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, Linear):
+            layers.setdefault(type(module), []).append(module)
+    for kind, of_kind in layers.items():
+        kind.refresh(of_kind)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -34,41 +33,45 @@ def recompute(block: Any, level: str) -> None:
     Before the block is compiled."""
     attn, ffn = block.attn, block.ffn
     attn.qkv.recomputes_input = ffn.up.recomputes_input = True
-    if level == "attention" and attn.out.low_precision is None:  # then out's input is computed again, too
+    if level == "attention" and attn.out.keeps_input:  # then out's input is computed again, too
         attn.out.ends_recomputation = True
-        attn.attend_and_project = MethodType(_recomputed_projection, attn)
+        attn.run_projection = _projection_again
+    elif level == "attention":
+        attn.run_heads = _heads_again
     else:
-        attn.attend_heads = MethodType(_recomputed_heads, attn)
-        attn.recomputes_attention = level == "attention"
-    if ffn.up.low_precision is None:
+        attn.run_heads = _copies_again
+    if ffn.up.keeps_input:
         ffn.compute = _recomputed_feed_forward
 
 
-def _recomputed_projection(attn, qkv: Activation, rotary, mask) -> Delta:
-    """Attention.attend_and_project, of which the backward computes everything again but the product."""
-    run = type(attn).attend_and_project
+def _projection_again(part, qkv: Activation, rotary, mask) -> Delta:
+    """Of Attention.attend_and_project the backward computes everything again but the product."""
     if not torch.is_grad_enabled():
-        return run(attn, qkv, rotary, mask)
+        return part(qkv, rotary, mask)
 
-    def value(*parts) -> torch.Tensor:
-        return run(attn, Activation(*parts), rotary, mask)[0]
+    def value(*fields) -> torch.Tensor:
+        return part(Activation(*fields), rotary, mask)[0]
 
-    return _again(value, *qkv, keep_rng=_draws(attn), flex=mask is not None), None
+    return _again(value, *qkv, keep_rng=_draws(part.__self__), flex=mask is not None), None
 
 
-def _recomputed_heads(attn, qkv: Activation, rotary, mask) -> torch.Tensor:
-    """Attention.attend_heads, of which the backward computes everything again, or all but attention."""
-    run = type(attn).attend_heads
+def _heads_again(part, qkv: Activation, rotary, mask, keep_products: bool = False) -> torch.Tensor:
+    """Of Attention.attend_heads the backward computes everything again, or all but attention."""
+    if not torch.is_grad_enabled():
+        return part(qkv, rotary, mask)
+
+    def heads(*fields) -> torch.Tensor:
+        return part(Activation(*fields), rotary, mask)
+
+    how = {"keep_products": keep_products, "flex": mask is not None}
+    return _again(heads, *qkv, keep_rng=_draws(part.__self__), **how)
+
+
+def _copies_again(part, qkv: Activation, rotary, mask) -> torch.Tensor:
+    """Where Attention.attend_heads keeps copies of q and k beside qkv, the backward makes them again."""
     # not with a mask: the kernel of flex attention cannot be kept while q and k are computed again
-    copies = mask is None and keeps_copies(qkv.value, rotary, attn.q_norm)
-    if not torch.is_grad_enabled() or not (copies or attn.recomputes_attention):
-        return run(attn, qkv, rotary, mask)
-
-    def heads(*parts) -> torch.Tensor:
-        return run(attn, Activation(*parts), rotary, mask)
-
-    how = {"keep_products": not attn.recomputes_attention, "flex": mask is not None}
-    return _again(heads, *qkv, keep_rng=_draws(attn), **how)
+    copies = mask is None and keeps_copies(qkv.value, rotary, part.__self__.q_norm)
+    return _heads_again(part, qkv, rotary, mask, keep_products=True) if copies else part(qkv, rotary, mask)
 
 
 def _draws(attn) -> bool:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.custom_op import custom_op, register_fake
-from ops.float8 import quantize, scale_of
-from ops.quantized_linear import Operand
+from ops.float8 import Operand, quantize, scale_of
 from ops.ranges import ranged
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax

@@ -11,17 +11,11 @@ import torch
 
 from common import units
 from common.errors import UserError
+from ops.recipe import CHECKED, NATIVE, REFUSED
 from training.configuration.batch import is_auto
+from training.configuration.choices import find
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import (
-    CHECKED,
-    CPU,
-    NATIVE,
-    REFUSED,
-    Capability,
-    emulation_warnings,
-    low_precision_support,
-)
+from training.hardware.capability import CPU, Capability
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak, table_peak
 from training.memory.gpus import (
@@ -34,6 +28,7 @@ from training.memory.gpus import (
     find_card,
 )
 from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
+from training.optimization.low_precision import emulation_warnings, recipe_class
 from training.process.launch import machine_size
 from training.records.report import for_console, report_lines
 from training.records.startup_info import Setup, startup_info
@@ -61,7 +56,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
         warnings = _problems(config, here)
     info = startup_info(config, world_size, setup, machine)
     if config.low_precision != "none":
-        info["low_precision"] = {"support": _support(config.low_precision, here)}
+        info["low_precision"] = {"support": _support(config, here)}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
@@ -85,19 +80,18 @@ def _peak(config: TrainConfig, card: Card) -> Peak:
         reason = "a dry run looks at no device; name one with --gpu=H100, or state one with --peak_tflops=..."
         return Peak(None, "none", reason, sparse)
     peak = table_peak(card.device, config.dtype, sparse)
-    return replace(peak, fp8=table_peak(card.device, "fp8", sparse)) if _is_native(config, card) else peak
+    recipe = recipe_class(config)
+    if recipe.peak is None or recipe.support(card_capability(card)) != NATIVE:
+        return peak
+    return replace(peak, of_formats={recipe.peak: table_peak(card.device, recipe.peak, sparse)})
 
 
-def _is_native(config: TrainConfig, card: Card) -> bool:
-    """Whether low_precision is multiplied by tensor cores of its kind."""
-    return low_precision_support(config.low_precision, card_capability(card)) == NATIVE
-
-
-def _support(recipe: str, here: Capability | None) -> str:
+def _support(config: TrainConfig, here: Capability | None) -> str:
     """How the recipe runs here; where it would be native, if no GPU is named."""
+    recipe = recipe_class(config)
     if here:
-        return low_precision_support(recipe, here) or REFUSED
-    words = {name: low_precision_support(recipe, card_capability(card)) for name, card in CARDS.items()}
+        return recipe.support(here) or REFUSED
+    words = {name: recipe.support(card_capability(card)) for name, card in CARDS.items()}
     return "; ".join(
         f"{word} on {', '.join(name for name in words if words[name] == word)}"
         for word in (NATIVE, CHECKED)
@@ -126,11 +120,11 @@ def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: 
 
 def _problems(config: TrainConfig, here: Capability) -> list[str]:
     """Why the run would be refused here, or slow, apart from its memory."""
-    problems = emulation_warnings(config.low_precision, here)
+    problems = emulation_warnings(config, here)
     if config.dtype == "bfloat16" and not here.bf16:
         problems.append(f"{here.name} has no bfloat16; use --dtype=float16")
-    if config.low_precision != "none" and low_precision_support(config.low_precision, here) is None:
+    if recipe_class(config).support(here) is None:
         problems.append(f"{here.name} cannot run {config.low_precision}; use --low_precision=none")
-    if config.ffn_backend == "quack" and not here.quack:
-        problems.append(f"{here.name} is no Hopper GPU; use --ffn_backend=torch")
+    if why := find("ffn_backend", config.ffn_backend).problem(here):
+        problems.append(f"{here.name} {why}; use --ffn_backend=torch")
     return problems

@@ -8,9 +8,10 @@ import torch
 
 from training.batches.sources import Source, open_sources
 from training.checkpoints.folder import check_root, find_checkpoint
+from training.configuration.choices import find
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import capability, require_low_precision
-from training.optimization.ffn_backend import require_ffn_backend
+from training.hardware.capability import capability
+from training.optimization.low_precision import require_low_precision
 from training.pretrained.reading import check_weights
 from training.process.launch import launch_info
 from training.process.run_lock import RunLock, check_writable
@@ -23,8 +24,8 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
     rank, local_rank, _ = launch_info()
     check_device(config)
     here = capability(torch.device(config.device))
-    require_low_precision(config.low_precision, here)
-    require_ffn_backend(config, here)
+    require_low_precision(config, here)
+    find("ffn_backend", config.ffn_backend).require(here)
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)

@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 
 from ops.triton_kernels.arithmetic import rounded, sigmoid
-from ops.triton_kernels.delayed_float8 import integer, keep_amax, used_scale, walkers
 from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, store_both, tiles
-from ops.triton_kernels.float_bits import magnitude_bits
 
 
 @triton.jit
-def _load_pairs(x, row, F, BLOCK: tl.constexpr):
+def load_pairs(x, row, F, BLOCK: tl.constexpr):
     """gate and up of this program's BLOCK columns of a row of x (N, 2F)."""
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(x + row * 2 * F + both, mask=both < 2 * F, other=0.0)
@@ -30,7 +28,7 @@ def _swiglu_forward(x, h, amax, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate, up = _load_pairs(x, row, F, BLOCK)
+    gate, up = load_pairs(x, row, F, BLOCK)
     gate = gate.to(tl.float32)
     y = gate * sigmoid(gate) * up.to(tl.float32)
     tl.store(h + row * F + column, y.to(h.dtype.element_ty), mask=inside)
@@ -44,7 +42,7 @@ def _largest(y, dtype: tl.constexpr):
 
 
 @triton.jit
-def _gradients(gate, up, d):
+def gradients(gate, up, d):
     """Of gate and up, fp32."""
     gate, up, d = gate.to(tl.float32), up.to(tl.float32), d.to(tl.float32)
     s = sigmoid(gate)
@@ -60,9 +58,9 @@ def _swiglu_backward(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate, up = _load_pairs(x, row, F, BLOCK)
+    gate, up = load_pairs(x, row, F, BLOCK)
     d = tl.load(dh + row * F + column, mask=inside, other=0.0)
-    dgate, dup = _gradients(gate, up, d)
+    dgate, dup = gradients(gate, up, d)
     if AMAX:
         largest = _largest(tl.maximum(tl.abs(dgate), tl.abs(dup)), gate.dtype)
         tl.store(to + row * tl.num_programs(1) + tl.program_id(1), largest)
@@ -77,13 +75,13 @@ def _swiglu_backward(
 
 
 @triton.jit
-def _row_gradients(x, dh, row, both, column, F, factor, inside, inside_h):
+def row_gradients(x, dh, row, both, column, F, factor, inside, inside_h):
     """dx of these rows and columns, `both` of x and `column` of h, times factor: rounded first, as
     _swiglu_backward rounds."""
     values = tl.load(x + row[:, None] * 2 * F + both[None, :], mask=inside, other=0.0)
     gate, up = tl.split(tl.reshape(values, (row.shape[0], column.shape[0], 2)))
     d = tl.load(dh + row[:, None] * F + column[None, :], mask=inside_h, other=0.0)
-    dgate, dup = _gradients(gate, up, d)
+    dgate, dup = gradients(gate, up, d)
     dgate, dup = rounded(dgate, x.dtype.element_ty) * factor, rounded(dup, x.dtype.element_ty) * factor
     return tl.reshape(tl.join(dgate, dup), (row.shape[0], both.shape[0]))
 
@@ -95,38 +93,9 @@ def _swiglu_backward_float8(
     _, column, inside_h = pair_tile(N, F, TILE_M, TILE_N // 2)
     pair, both, inside = pair_tile(N, 2 * F, TILE_M, TILE_N)
     factor = tl.load(scale)
-    even = _row_gradients(x, dh, 2 * pair, both, column, F, factor, inside, inside_h)
-    odd = _row_gradients(x, dh, 2 * pair + 1, both, column, F, factor, inside, inside_h)
+    even = row_gradients(x, dh, 2 * pair, both, column, F, factor, inside, inside_h)
+    odd = row_gradients(x, dh, 2 * pair + 1, both, column, F, factor, inside, inside_h)
     store_both(y, yt, even, odd, pair, both, N, 2 * F, inside, E4M3)
-
-
-@triton.jit(do_not_specialize_on_alignment=["scale"])
-def _swiglu_backward_amax_without_history(x, dh, scale, found, N, F, BLOCK: tl.constexpr):
-    """Walks over rows; ends at once if there is a history (delayed_float8.py)."""
-    if tl.load(scale) == 0:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        bits = tl.zeros((BLOCK,), tl.int32)
-        for index in tl.range(tl.program_id(0), N, tl.num_programs(0)):
-            row = tl.cast(index, tl.int64)
-            gate, up = _load_pairs(x, row, F, BLOCK)
-            dgate, dup = _gradients(gate, up, tl.load(dh + row * F + column, mask=column < F, other=0.0))
-            bits = tl.maximum(bits, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)))
-        largest = tl.max(bits, 0).to(tl.float32, bitcast=True).to(x.dtype.element_ty).to(tl.float32)
-        tl.atomic_max(found, magnitude_bits(largest), sem="relaxed")
-
-
-@triton.jit(do_not_specialize_on_alignment=["scale", "found", "amax", "inverse"])
-def _swiglu_backward_delayed(
-    x, dh, scale, found, amax, inverse, y, yt, N, F,
-    E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    factor = used_scale(scale, found, inverse, E4M3)
-    _, column, inside_h = pair_tile(N, F, TILE_M, TILE_N // 2)
-    pair, both, inside = pair_tile(N, 2 * F, TILE_M, TILE_N)
-    even = _row_gradients(x, dh, 2 * pair, both, column, F, 1.0, inside, inside_h)
-    odd = _row_gradients(x, dh, 2 * pair + 1, both, column, F, 1.0, inside, inside_h)
-    keep_amax(amax, even, odd)
-    store_both(y, yt, even * factor, odd * factor, pair, both, N, 2 * F, inside, E4M3)
 
 
 def triton_swiglu(x: torch.Tensor, amax_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,24 +143,3 @@ def triton_swiglu_backward_float8(
     y, yt = empty_pair(x, dtype)
     _swiglu_backward_float8[tiles(N, 2 * F)](x, dh, scale, *as_words(y, yt), N, F, **launch(dtype))
     return y, yt
-
-
-def triton_delayed_swiglu_backward(
-    x: torch.Tensor,
-    dh: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    columns: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """triton_swiglu_backward's dx in fp8, (N, 2F) and (2F, N), by its scale, by its own amax if that is 0;
-    and the inverse of the scale. amax becomes the larger one of itself and the amax of dx."""
-    N, F = dh.shape
-    (y, yt), found, inverse = empty_pair(x, dtype), torch.zeros_like(scale), torch.empty_like(scale)
-    _swiglu_backward_amax_without_history[walkers(x.device), triton.cdiv(F, columns)](
-        x, dh, scale, integer(found), N, F, BLOCK=columns, num_warps=8
-    )
-    _swiglu_backward_delayed[tiles(N, 2 * F)](
-        x, dh, scale, found, integer(amax), inverse, *as_words(y, yt), N, F, **launch(dtype)
-    )
-    return y, yt, inverse

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from recipes.properties import ALIGNMENTS
 from support.documents import TEXTS
 from support.helpers import ROOT, TINY
 from support.imports import product_files
@@ -21,7 +22,6 @@ from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS
 from data.pipeline.token_writer import ShardWriter
 from model_config import ModelConfig
-from ops.recipes.properties import ALIGNMENTS
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
 from training.checkpoints.resume import FREE_TO_CHANGE, NOT_COMPARED

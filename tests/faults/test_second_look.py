@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from ops.quantized_linear import QuantizedLinear
 from support.faults import digest, saved_steps
 from support.flipped_bits import BIT, ELEMENT, flip, flip_activation, flip_gradient
 from support.graphed_runs import Fake, build, graphed, rate, same, weights
@@ -20,7 +21,6 @@ from support.helpers import (
 import train
 from common.errors import UserError
 from model import manual_attention
-from ops.quantized_linear import QuantizedLinear
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.faults.anomalies import AnomalyPolicy, Diverged

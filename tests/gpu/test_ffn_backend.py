@@ -5,13 +5,13 @@ import torch
 from support.gpu_runs import losses, train
 from support.helpers import SMALL_RUN, checkpoint_tensors, make_dataset, write_config
 from support.tensors import error
+from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
 
 from model import FeedForward
-from ops import quack
 from ops.activation import Activation
+from recipes import quack_matmuls as quack
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
-from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
 
 INSTALL = "needs QuACK: pip install -r requirements-quack.txt"
 SHAPES = {"qwen3": (2048, 6144), "gpt2": (2304, 9216), "qwen2.5": (1536, 8960)}  # C, F

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from ops.compare_casts import compare_casts
+from recipes.properties import ALIGNMENTS
 from support.tensors import random, random_bf16
 
-from ops.compare_casts import compare_casts
-from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
-from ops.recipes.mxfp8 import mxfp8_operand
-from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
-from ops.recipes.properties import ALIGNMENTS
+from recipes.formats.hadamard import random_hadamard
+from recipes.mxfp8 import mxfp8_operand
+from recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.hardware.capability import capability, low_precision_support
 
 pytestmark = pytest.mark.gpu

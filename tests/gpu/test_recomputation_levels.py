@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from ops.quantized_linear import refresh_weights
 from support.tensors import close
 
 from model import manual_attention
 from model_builder import build_model
 from ops.linear import Linear
-from ops.quantized_linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint

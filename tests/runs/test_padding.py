@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from recipes.properties import ONE_SCALE
 from support.graphed_runs import build, weights
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.masked_documents import write_lengths
 
 from common.errors import RunError
-from ops.recipes.properties import ONE_SCALE
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig
 from training.evaluation import evaluate

@@ -5,12 +5,12 @@ import sys
 import types
 
 import torch
+from ops.quantized_linear import QuantizedLinear, QuantizedMatmul
 
 import model
 from ops import norm
 from ops.activation import Activation
 from ops.feed_forward import Float8SwiGLU, feed_forward
-from ops.quantized_linear import QuantizedLinear, QuantizedMatmul
 from ops.swiglu import swiglu
 
 handed: list[torch.Tensor] = []

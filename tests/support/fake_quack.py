@@ -15,7 +15,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 
 import torch
 
-from ops import quack
+from recipes import quack_matmuls as quack
 from training import inputs
 from training.hardware.capability import CPU
 from training.optimization import ffn_backend

@@ -6,9 +6,9 @@ from support.emulated_operands import assert_same_bits, matrices
 from support.tensors import random_bf16
 
 from ops import float8
-from ops.recipes.fp8_delayed import plain_delayed_quantize
 from ops.triton_kernels import delayed_float8 as kernels
 from ops.triton_kernels import swiglu
+from recipes.fp8_delayed import plain_delayed_quantize
 
 SCALES = 0.0, 37.5  # without a history, and with one
 AMAXES = 0.0, 1e30, torch.nan

@@ -2,7 +2,8 @@
 layout of the real one."""
 
 from ops.recipes import block_scaled
-from ops.recipes.block_scaled import numbers_and_factor
+
+from recipes.block_scaled import numbers_and_factor
 from training.hardware import peaks
 from training.hardware.capability import lookup
 from training.optimization import low_precision

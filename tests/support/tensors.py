@@ -1,11 +1,11 @@
 """Tensors of fixed random numbers, and how far two are apart."""
 
 import torch
+from ops.quantized_linear import convert_layer, refresh_weights
 
 from model_config import model_config
 from ops import float8
 from ops.linear import Linear
-from ops.quantized_linear import convert_layer, refresh_weights
 from training.optimization.low_precision import LINEARS
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT

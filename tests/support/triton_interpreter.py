@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from ops.quantization.formats import to_float8
 from ops.triton_kernels import float8
-from ops.triton_kernels.float_bits import as_bits, as_float, magnitude_bits, nearest_e4m3
+from recipes.kernels.float_bits import as_bits, as_float, magnitude_bits, nearest_e4m3
 
 FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 

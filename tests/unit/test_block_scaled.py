@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from ops.quantized_linear import convert_layer, refresh_weights
+from ops.recipes import block_scaled, block_scaled_check
 from support import scaled_matmuls
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.scaled_matmuls import decode
@@ -13,13 +15,11 @@ from support.tensors import random_bf16
 
 from ops.linear import Linear
 from ops.quantization.random_bits import random_key
-from ops.quantization.scale_layout import from_tiles, tiles, to_tiles
-from ops.quantized_linear import convert_layer, refresh_weights
-from ops.recipes import block_scaled, block_scaled_check
-from ops.recipes.block_scaled import block_forms
-from ops.recipes.block_scaled_check import find_difference
-from ops.recipes.mxfp8 import mxfp8_operand
-from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from recipes.block_scaled import block_forms
+from recipes.block_scaled_check import find_difference
+from recipes.formats.scale_layout import from_tiles, tiles, to_tiles
+from recipes.mxfp8 import mxfp8_operand
+from recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import FORMATS
 from training.memory.estimate import estimate_memory
@@ -111,7 +111,7 @@ def decode_factor(operand):
 
 def test_the_installed_torch_has_an_entry_point_which_no_cpu_runs():
     """Where this fails, torch has moved or renamed its matmul of scaled blocks: change scaled_mm() in
-    ops/recipes/block_scaled.py. Until then, runs on Blackwell emulate, and say so."""
+    recipes/block_scaled.py. Until then, runs on Blackwell emulate, and say so."""
     found = {
         function: hasattr(module, function) for module, function in ((F, "scaled_mm"), (torch, "_scaled_mm"))
     }

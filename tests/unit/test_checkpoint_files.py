@@ -24,6 +24,7 @@ from support.checkpoint_parts import (
     sign,
 )
 from support.helpers import ROOT, checkpoint_tensors
+from training.optimization.low_precision_state import DelayedScaling
 
 from common.errors import UserError
 from training.checkpoints.loading import load_checkpoint, load_weights
@@ -31,7 +32,6 @@ from training.checkpoints.saved_state import read_state
 from training.checkpoints.tensor_files import Part, read_header, write_parts
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.verification import damage, digest, open_tensors, recorded_files
-from training.optimization.low_precision_state import DelayedScaling
 from training.pretrained.writing import write_model
 
 pytestmark = pytest.mark.damage

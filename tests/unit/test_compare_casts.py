@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from recipes.properties import ALIGNMENTS
 
 from common.errors import RunError
 from ops import compare_casts as comparison
-from ops.recipes.properties import ALIGNMENTS
 from training.optimization.low_precision import check_kernels
 
 CPU = torch.device("cpu")

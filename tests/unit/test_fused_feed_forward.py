@@ -12,20 +12,20 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launc
 from support.tensors import close, random
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from training.optimization.ffn_backend import check_ffn_backend, require_ffn_backend, use_ffn_backend
 
 import model_builder
 from common.errors import RunError, UserError
 from model import FeedForward
 from model_config import model_config
-from ops import quack
 from ops.activation import Activation
 from ops.feed_forward import feed_forward
+from recipes import quack_matmuls as quack
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import CPU, TABLE, lookup
 from training.optimization import ffn_backend
-from training.optimization.ffn_backend import check_ffn_backend, require_ffn_backend, use_ffn_backend
 
 QUACK = {"ffn_backend": "quack", "dtype": "bfloat16"}
 MLP = {"ffn_type": "mlp", "activation": "gelu"}

@@ -287,7 +287,7 @@ def peaks_of_ranks(monkeypatch, *names: str, compute=(9, 0), **keys) -> list[Pea
 def test_all_ranks_have_the_peak_of_rank_0(monkeypatch):
     peaks = peaks_of_ranks(monkeypatch, H100, H100, low_precision="fp8_tensorwise")
     assert peaks[0] == peaks[1]
-    assert (peaks[0].tflops, peaks[0].fp8.tflops) == (989.4, 1978.9)
+    assert (peaks[0].tflops, peaks[0].of_formats["fp8"].tflops) == (989.4, 1978.9)
 
 
 def test_unequal_gpus_are_named_and_have_no_peak_but_a_stated_one(monkeypatch):

@@ -110,7 +110,7 @@ def test_no_more_programs_start_than_there_are_rows(compiled):
 def test_the_code_of_nvfp4s_kernels_fits_an_instruction_cache(compiled, key):
     """7,253 instructions of straight code, 93 KB, took eight times as long as a GPU needs to execute them."""
     kernels = compiled((9, 0))
-    from ops.triton_kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes
+    from recipes.kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes
 
     x = torch.zeros(16, 2048, dtype=BF16)
     triton_nvfp4(x, torch.ones(2), key)
@@ -124,19 +124,14 @@ def test_the_code_of_nvfp4s_kernels_fits_an_instruction_cache(compiled, key):
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
     from ops.quantization.adamw_8bit import Scalars, empty_moment
-    from ops.recipes.block_scaled import block_forms
     from ops.triton_kernels.adamw import triton_adamw
     from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
-    from ops.triton_kernels.block_scaled import triton_block_forms
     from ops.triton_kernels.checksum import triton_checksums
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
-    from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads, triton_heads_backward
-    from ops.triton_kernels.mxfp8 import triton_mxfp8
     from ops.triton_kernels.norm import triton_add_norm, triton_norm
-    from ops.triton_kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
     from ops.triton_kernels.swiglu import (
         triton_delayed_swiglu_backward,
         triton_swiglu,
@@ -144,6 +139,11 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
         triton_swiglu_backward_and_product,
         triton_swiglu_backward_float8,
     )
+    from recipes.block_scaled import block_forms
+    from recipes.kernels.block_scaled import triton_block_forms
+    from recipes.kernels.delayed_float8 import triton_delayed_quantize
+    from recipes.kernels.mxfp8 import triton_mxfp8
+    from recipes.kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
 
     x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
     triton_add_norm(x, x, weight, None, 1e-6, False)

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from ops.quantized_linear import Quantized, convert, refresh_weights
+from recipes.properties import ALIGNMENTS, EMULATED
 from support.helpers import (
     TINY,
     checkpoint_tensors,
@@ -13,21 +15,19 @@ from support.helpers import (
     write_config,
 )
 from support.tensors import error, random_bf16, use_recipe
+from training.optimization.low_precision_state import DelayedScaling, RandomBits
 
 from model_builder import build_model
 from model_config import model_config
 from ops.cross_entropy import LinearCrossEntropy
 from ops.linear import Linear
-from ops.quantization import mxfp8, nvfp4
-from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
-from ops.quantized_linear import Quantized, convert, refresh_weights
-from ops.recipes.fp8_delayed import Scaling, delayed_quantize
-from ops.recipes.nvfp4 import bits_of_operand
-from ops.recipes.properties import ALIGNMENTS, EMULATED
+from recipes.formats import mxfp8, nvfp4
+from recipes.formats.hadamard import random_hadamard
+from recipes.fp8_delayed import Scaling, delayed_quantize
+from recipes.nvfp4 import bits_of_operand
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import LINEARS, low_precision_layers
-from training.optimization.low_precision_state import DelayedScaling, RandomBits
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude

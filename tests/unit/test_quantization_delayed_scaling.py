@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ops.quantization.delayed_scaling import update_all
 from ops.quantization.formats import E4M3, E5M2
+from recipes.formats.delayed_scaling import update_all
 
 INF, NAN = torch.inf, torch.nan
 FP32_MAX = torch.finfo(torch.float32).max

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.tensors import random, random_bf16
 
-from ops.quantization import mxfp8
-from ops.quantization.mxfp8 import ALONG_COLUMNS, ALONG_ROWS
+from recipes.formats import mxfp8
+from recipes.formats.mxfp8 import ALONG_COLUMNS, ALONG_ROWS
 
 
 def torchao_to_mx(x):

@@ -34,7 +34,7 @@ FLOPS = {
     "attention_to_ffn_ratio": 2.0,
     "calculation_method": "test",
 }
-PEAK = Peak(1e-4, "a test", fp8=Peak(2e-4, "a test"))  # 1e8 FLOP/s for each GPU
+PEAK = Peak(1e-4, "a test", of_formats={"fp8": Peak(2e-4, "a test")})  # 1e8 FLOP/s for each GPU
 # 20,000 tokens/s of each GPU: 2e7 of 1e8 FLOP/s; causal 1.6e7; with 250 FLOPs recomputed for a token, 2.5e7
 PER_GPU = {
     "mfu": 0.2,

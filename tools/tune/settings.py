@@ -16,12 +16,12 @@ import torch
 
 from common.errors import UserError
 from training.configuration.batch import divisors, is_auto
+from training.configuration.choices import find
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
 from training.memory.estimate import needed_memory
 from training.memory.gpus import DeviceMemory, device_memory
 from training.memory.micro_batch import SMALLEST_PART, choose
-from training.optimization.ffn_backend import versions
 from training.process.memory import GIB
 
 Setting = dict[str, Any]  # {key of TUNED: value}
@@ -92,7 +92,7 @@ class Settings:
         one_way = processes == 1 or fixed & STRATEGIES["DDP"].keys()
         as_stated = {key: self.as_it_is[key] for key in STRATEGIES["DDP"]}
         self.strategies = {"as it is": as_stated} if one_way else STRATEGIES
-        self.has_quack = all(versions(dataclasses.replace(base, ffn_backend=QUACK)).values())
+        self.has_quack = all(find("ffn_backend", QUACK).versions().values())
 
     def fit(self, setting: Setting, batch: int) -> Iterator[Setting]:
         """This setting with another micro-batch, in each way that fits, the fastest first: with the least

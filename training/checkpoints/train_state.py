@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import UserError
+from ops.recipe import Recipe
 from training.checkpoints.tensor_files import Part
-from training.optimization.low_precision_state import LowPrecisionState
 from training.optimization.muon import MuonAndAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
@@ -70,10 +70,10 @@ class TrainState:
         loss_scale: LossScale,
         world: World,
         update_guard: UpdateGuard | None = None,
-        low_precision: LowPrecisionState | None = None,
+        recipe: Recipe | None = None,
     ):
         self.strategy, self.optimizer, self.loss_scale, self.world = strategy, optimizer, loss_scale, world
-        self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState()
+        self.update_guard, self.recipe = update_guard, recipe
 
     def parts(self) -> dict[Part, torch.Tensor]:
         """Weights and what the optimizer keeps of them, each with its place in the whole tensor."""
@@ -100,7 +100,8 @@ class TrainState:
         tensors = {f"loss_scale.{name}": t for name, t in self.loss_scale.state().items()}
         if self.update_guard:  # "health" is its name in checkpoints
             tensors |= {f"health.{name}": t for name, t in self.update_guard.state().items()}
-        tensors |= {f"low_precision.{name}": t for name, t in self.low_precision.state().items()}
+        if self.recipe:
+            tensors |= {f"low_precision.{name}": t for name, t in self.recipe.state().items()}
         tensors[f"rng.{self.world.rank}.cpu"] = torch.get_rng_state()
         if self.world.device.type == "cuda":
             tensors[f"rng.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)

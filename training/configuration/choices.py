@@ -66,8 +66,8 @@ def _recipes() -> ModuleType:
     """This checkout's package, even where the folder of the script that runs has a recipes.py of its own."""
     module = sys.modules.get("recipes")
     if module is None or Path(module.__file__ or "") != PACKAGE / "__init__.py":
-        place = {"submodule_search_locations": [str(PACKAGE)]}
-        spec = importlib.util.spec_from_file_location("recipes", PACKAGE / "__init__.py", **place)
+        file, inside = PACKAGE / "__init__.py", [str(PACKAGE)]
+        spec = importlib.util.spec_from_file_location("recipes", file, submodule_search_locations=inside)
         assert spec is not None and spec.loader is not None
         module = sys.modules["recipes"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -63,7 +63,7 @@ def read_line(hint: object, field: dataclasses.Field) -> Key:
     types = [one for one in alternatives if typing.get_origin(one) is not Literal]
     choices, words = (literals, []) if not types else ([], literals)
     modules = field.name in CHOICES
-    choices = names_of(field.name) if modules else choices
+    choices = [*names_of(field.name)] if modules else choices
     allowed = types or dict.fromkeys(type(choice) for choice in choices)
     ordered = tuple(sorted(allowed, key=lambda t: t is NoneType))
     return Key(ordered, tuple(choices), modules, tuple(words), field.default, **field.metadata)

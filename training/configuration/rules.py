@@ -16,9 +16,8 @@ from common.arguments import target_losses
 from common.errors import UserError
 from common.text import shorten, shown
 from model_config import ModelConfig
-from ops.recipes.properties import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
-from training.configuration.choices import is_module
+from training.configuration.choices import find, is_module, names_of
 from training.configuration.elsewhere import VALUES
 from training.configuration.key_line import YEAR, Key
 from training.configuration.keys import FACTORS, GUARDED, KEYS, RECOMPUTING, TrainConfig
@@ -28,8 +27,7 @@ PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
 OF_FSDP = ("fsdp_sharding", "reshard_after_forward")
 BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
-QUACK_ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation
-QUACK_ALIGNMENT = 8  # columns of bf16: its kernels load and store rows at addresses of 16 bytes
+OF_RECIPES = ("fp8_gradients", "amax_history", "amax_algorithm")  # keys that only some recipes read
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -62,7 +60,7 @@ def check(config: TrainConfig, world_size: int) -> None:
                 raise UserError(f"{told}; set {needed}, or {name}={default!r}")
     for message, wrong in {
         **_conflicts(config, model, world_size),
-        **_quack_conflicts(config, model),
+        **_conflicts_of_ffn_backend(config, model),
     }.items():
         if wrong:
             raise UserError(message)
@@ -113,7 +111,6 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
     """{keys: (whether they do anything, what is set, what they need)}."""
     recipe, stored = config.low_precision, (config.param_dtype, config.adam_dtype)
     asked = f"low_precision={recipe!r}"
-    fp8 = " or ".join(map(repr, ONE_SCALE))
     return {
         ("gpu",): (config.dry_run, "dry_run=False, which takes the GPU that it finds", "--dry_run=True"),
         ("resume_from",): (
@@ -123,8 +120,6 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
         ),
         ("trackers",): (config.save_log_to_json, "save_log_to_json=False", "save_log_to_json=True"),
         OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
-        ("fp8_gradients",): (recipe in ONE_SCALE, asked, f"low_precision={fp8}"),
-        ("amax_history", "amax_algorithm"): (recipe in DELAYED, asked, "low_precision='fp8_delayed'"),
         ("muon_momentum",): (config.optimizer == "muon", "optimizer='adamw'", "--optimizer=muon"),
         ("loss_targets",): (
             config.eval_interval > 0 or config.eval_only,
@@ -132,12 +127,25 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
             "--eval_interval=250",
         ),
         ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
+        **_of_recipes(config),
         ("weight_rounding",): (
             "bfloat16" in stored,
             f"param_dtype={stored[0]!r} and adam_dtype={stored[1]!r}",
             "one of them to 'bfloat16'",
         ),
     }
+
+
+def _of_recipes(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
+    """Of the keys that only some recipes read, if any is set: a recipe's module imports torch."""
+    asked = [name for name in OF_RECIPES if getattr(config, name) != KEYS[name].default]
+    recipes = {name: find("low_precision", name) for name in names_of("low_precision")} if asked else {}
+    found: dict[tuple[str, ...], tuple[bool, str, str]] = {}
+    for name in asked:
+        read = name in find("low_precision", config.low_precision).settings
+        needed = " or ".join(repr(recipe) for recipe, kind in recipes.items() if name in kind.settings)
+        found[(name,)] = read, f"low_precision={config.low_precision!r}", f"low_precision={needed}"
+    return found
 
 
 def check_schedule(config: TrainConfig) -> None:
@@ -194,9 +202,9 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
         f"n_layer={c.n_layer} blocks in low_precision={recipe!r}; skip fewer, or set low_precision='none'": (
             recipe != "none" and first + last >= c.n_layer and c.low_precision_scope == "layers"
         ),
-        f"{recomputes} makes again what the layers of ffn_backend='quack' keep; set "
+        f"{recomputes} makes again what the layers of ffn_backend={c.ffn_backend!r} keep; set "
         "activation_checkpointing='selective', or ffn_backend='torch'": (
-            c.activation_checkpointing in RECOMPUTING and c.ffn_backend == "quack"
+            c.activation_checkpointing in RECOMPUTING and c.ffn_backend != "torch"
         ),
         f"{recomputes} saves nothing here: in low precision, inputs of matmuls are kept quantized, and this "
         "model has no copies of q and k to make again; set activation_checkpointing='attention' or 'none'": (
@@ -222,26 +230,13 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     }
 
 
-def _quack_conflicts(config: TrainConfig, model: ModelConfig) -> dict[str, bool]:
-    """What QuACK's kernels cannot compute anywhere. What is installed, and the GPU, are looked at later
-    (training/optimization/ffn_backend.py)."""
-    pair = (model.ffn_type, model.activation)
-    found = {
-        f"computes in bfloat16, but dtype={config.dtype!r}; set dtype='bfloat16'": config.dtype != "bfloat16",
-        f"computes the layers in bfloat16, but low_precision={config.low_precision!r} does not; set "
-        "low_precision='none'": config.low_precision != "none",
-        "has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', but this model "
-        f"has {pair[0]!r} with {pair[1]!r}; set one of these pairs": pair not in QUACK_ACTIVATIONS,
-        "adds no bias in the feed-forward layer, but bias=True; set bias=False": model.bias,
-        **{
-            f"needs widths that are multiples of {QUACK_ALIGNMENT}, but {name}={width}; change {name}": bool(
-                width % QUACK_ALIGNMENT
-            )
-            for name, width in (("n_embd", model.n_embd), ("d_ff", model.d_ff))
-        },
-    }
-    asked = config.ffn_backend == "quack"
-    return {f"ffn_backend='quack' {why}, or ffn_backend='torch'": asked and no for why, no in found.items()}
+def _conflicts_of_ffn_backend(config: TrainConfig, model: ModelConfig) -> dict[str, bool]:
+    """What its kernels cannot compute anywhere. What is installed, and the GPU, are looked at later."""
+    asked = config.ffn_backend
+    if asked == "torch":
+        return {}
+    found = find("ffn_backend", asked).conflicts(config, model)
+    return {f"ffn_backend={asked!r} {why}, or ffn_backend='torch'": no for why, no in found.items()}
 
 
 # --- texts that are names or times ---

@@ -111,7 +111,8 @@ def _relative(distance: float, scale: float) -> float:
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything that an iteration changes in place on this rank, by name."""
     guard = state.update_guard.state() if state.update_guard else {}
-    return {**state.tensors(), **state.loss_scale.state(), **guard, **state.low_precision.state()}
+    kept = state.recipe.state() if state.recipe else {}
+    return {**state.tensors(), **state.loss_scale.state(), **guard, **kept}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Tells what a device can do, by its CUDA compute capability: attention kernels, bf16, fp8 and fp4 matmuls,
-matmuls with an activation.
+"""Tells what a device can do, by its CUDA compute capability: attention kernels, bf16 and fp8 matmuls.
 
-No other file asks for the capability: a new GPU is a new row of the table, and tests replace one function.
+A new GPU is a new row of the table, and tests replace one function. What recipes/ needs beyond it is asked
+there.
 Trap: a larger number does not mean more. 12.0 (RTX 5090) is another design than 10.0 (B200), not a later one.
 """
 
@@ -10,9 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-
-from common.errors import UserError
-from ops.recipes.properties import ONE_SCALE
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
 FA2, FA3, FA4 = "flash_attn_2", "flash_attn_3", "flash_attn_4"
@@ -26,8 +23,6 @@ class Capability:
     flash_attn: tuple[str, ...]  # attention backends whose package has kernels for it
     bf16: bool
     fp8: bool  # matmuls with one scale per tensor
-    block_scaled: bool = False  # matmuls with a scale per block, of mxfp8 and nvfp4
-    quack: bool = False  # ffn_backend 'quack': matmuls with an activation
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
 
@@ -39,19 +34,17 @@ class Capability:
 #                      build runs on later minor numbers. 4: interface.py of 4.0.0b36, whose backward has 9.x,
 #                      10.x, 11.x and 12.x. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
-#   block_scaled       torch.nn.functional.scaled_mm, whose kernels for these formats are cuBLAS's, for 10.x
-#   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which were not measured
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 AMPERE = Capability((TORCH,), (FA2,), bf16=True, fp8=False)
 ADA = Capability((TORCH,), (FA2,), bf16=True, fp8=True)
 RTX = replace(ADA, flash_attn=(FA4, FA2))
-BLACKWELL = Capability((CUDNN, TORCH), (FA4, FA2), bf16=True, fp8=True, block_scaled=True)
+BLACKWELL = Capability((CUDNN, TORCH), (FA4, FA2), bf16=True, fp8=True)
 TABLE = {
     (8, 0): AMPERE,  # A100
     (8, 6): AMPERE,  # A6000, RTX 30
     (8, 9): ADA,  # L40S, RTX 4090
-    (9, 0): Capability((CUDNN, TORCH), (FA4, FA3, FA2), bf16=True, fp8=True, quack=True),  # H100, H200
+    (9, 0): Capability((CUDNN, TORCH), (FA4, FA3, FA2), bf16=True, fp8=True),  # H100, H200
     (10, 0): BLACKWELL,  # B200, GB200
     (10, 3): BLACKWELL,  # B300, GB300
     (12, 0): RTX,  # RTX 5090, RTX PRO Blackwell
@@ -60,13 +53,6 @@ TABLE = {
 OLDER = Capability((TORCH,), (), bf16=False, fp8=False)  # before Ampere: V100, T4
 NEWER = ADA  # a major number that is not in the table: what torch promises, and FA2 if its probe succeeds
 CPU = Capability((TORCH,), (), bf16=True, fp8=False)
-
-FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
-BF16_NEEDS = "bfloat16 (compute capability 8.0 or above), in which it is emulated"
-BLOCK_SCALED_NEEDS = "compute capability 10.x (B200, B300, GB200, GB300) and to pass the check at the start"
-# What the dry run, the start-up report, the record and docs/low_precision.md say of a recipe on a GPU.
-NATIVE, CHECKED = "native", "native after the check at the start"
-EMULATED, REFUSED = "emulated: slower than bf16", "refused"
 
 
 def dotted(compute: tuple[int, int] | None) -> str:
@@ -87,34 +73,3 @@ def capability(device: torch.device | str) -> Capability:
         return CPU
     gpu = torch.cuda.get_device_properties(device)
     return lookup((gpu.major, gpu.minor), gpu.name)
-
-
-def low_precision_support(recipe: str, here: Capability) -> str | None:
-    """How a low_precision recipe runs here: NATIVE, by tensor cores of its kind; CHECKED, the same if their
-    result agrees with the emulation's; EMULATED, with the same numbers and no gain in speed; None if it
-    cannot. A CPU multiplies fp8 numbers in fp32."""
-    if recipe in ONE_SCALE:
-        return NATIVE if here.fp8 else EMULATED if here.compute is None else None
-    return CHECKED if here.block_scaled else EMULATED if here.bf16 else None
-
-
-def emulation_warnings(recipe: str, here: Capability, support: str | None = None) -> list[str]:
-    """What somebody should know who chose a recipe for its speed. support: what a run found, after its
-    check."""
-    if recipe == "none" or (support or low_precision_support(recipe, here)) != EMULATED:
-        return []
-    needs = FP8_NEEDS if recipe in ONE_SCALE else BLOCK_SCALED_NEEDS
-    faster = "none" if recipe in ONE_SCALE or not here.fp8 else "fp8_tensorwise"
-    return [
-        f"low_precision={recipe!r} is emulated on {here.name}: slower than bf16 (it needs {needs}); for "
-        f"speed take {faster!r}"
-    ]
-
-
-def require_low_precision(recipe: str, here: Capability) -> None:
-    """Raises UserError if a low_precision recipe cannot run here; 'none' always can."""
-    if recipe != "none" and low_precision_support(recipe, here) is None:
-        raise UserError(
-            f"low_precision={recipe!r} needs {FP8_NEEDS if recipe in ONE_SCALE else BF16_NEEDS}, but "
-            f"{here.name} has {dotted(here.compute)}; set --low_precision=none"
-        )

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import CHECKED, FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
+from training.hardware.capability import capability, dotted
 from training.process.world import World, from_rank_0, gather_objects
 
 FORMATS = ("fp8", "fp4")  # of matmuls, apart from the training dtype
@@ -36,21 +36,12 @@ class Peak:
     reason: str | None = None
     sparse: bool = False
     measured: bool = False
-    fp8: Peak | None = None  # the fp8 peak, for a run whose matmuls are fp8, or mxfp8
-    fp4: Peak | None = None  # the same for nvfp4
+    # the 'fp8' or 'fp4' peak, for a run whose matmuls are of that kind
+    of_formats: Mapping[str, Peak] = field(default_factory=dict)
 
     @property
     def flops(self) -> float | None:
         return None if self.tflops is None else self.tflops * 1e12
-
-    @property
-    def of_formats(self) -> dict[str, Peak]:
-        """The fp8 or the fp4 peak, if the run's matmuls have one, by name."""
-        return {name: peak for name in FORMATS if (peak := getattr(self, name))}
-
-    def without_formats(self) -> Peak:
-        """For a run whose matmuls are not native after all."""
-        return replace(self, fp8=None, fp4=None)
 
 
 @dataclass(frozen=True)
@@ -167,7 +158,7 @@ def measure_peak(precision: str, device) -> Peak:
     device = torch.device(device)
     on_cuda = device.type == "cuda"
     if precision == "fp8" and not capability(device).fp8:
-        return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
+        return Peak(None, "none", "an fp8 GEMM needs a compute capability of 8.9 or above")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
     # the fastest, because a peak is a maximum: other work on the machine can only make a repeat slower
@@ -215,12 +206,12 @@ def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device
     return [end - start for start, end in zip(seconds[warmup - 1 :], seconds[warmup:], strict=False)]
 
 
-def agree_on_peak(config: TrainConfig, world: World) -> Peak:
-    """Rank 0's peak: from the table, stated or measured. Unequal GPUs have none but a stated one. All
-    ranks."""
+def agree_on_peak(config: TrainConfig, world: World, low: str | None = None) -> Peak:
+    """Rank 0's peak: from the table, stated or measured. Unequal GPUs have none but a stated one. low: 'fp8'
+    or 'fp4', if matmuls are of that kind. All ranks."""
     gpus = Counter(gather_objects(_gpu_name(world.device), world))
     if len(gpus) == 1:
-        return from_rank_0(_find_peak(config, world.device) if world.is_main else None, world)
+        return from_rank_0(_find_peak(config, world.device, low) if world.is_main else None, world)
     if isinstance(config.peak_tflops, float):
         return Peak(config.peak_tflops, "stated by peak_tflops", sparse=config.use_sparse_specs)
     named = ", ".join(f"{count} x {name}" for name, count in gpus.items())
@@ -232,14 +223,9 @@ def _gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def _find_peak(config: TrainConfig, device: torch.device) -> Peak:
-    """With that of fp8 or fp4 where matmuls are native; Peak.without_formats(), if the check then fails."""
-    recipe, stated, sparse = config.low_precision, config.peak_tflops, config.use_sparse_specs
-
-    def resolve(precision: str) -> Peak:
-        return resolve_peak(stated, _gpu_name(device), precision, sparse, device)
-
-    peak = resolve(config.dtype)
-    if recipe == "none" or low_precision_support(recipe, capability(device)) not in (NATIVE, CHECKED):
+def _find_peak(config: TrainConfig, device: torch.device, low: str | None) -> Peak:
+    stated, sparse, name = config.peak_tflops, config.use_sparse_specs, _gpu_name(device)
+    peak = resolve_peak(stated, name, config.dtype, sparse, device)
+    if low is None:
         return peak
-    return replace(peak, fp4=resolve("fp4")) if recipe == "nvfp4" else replace(peak, fp8=resolve("fp8"))
+    return replace(peak, of_formats={low: resolve_peak(stated, name, low, sparse, device)})

@@ -25,11 +25,11 @@ def loss_moment(s: Sizes) -> Moment:
     if s.low_head:
         # the part's input and the gradient of its logits, quantized, while they are there. The matmul adds to
         # the head's sum; where it cannot (ops/cublaslt.py), a product as large as the head comes after them,
-        # which is counted where that is the rule (ops/recipes/block_scaled.py)
-        if s.block_scaled and s.head_form < s.compute:
+        # which is counted where that is the rule (Forms.adds)
+        if not s.in_head.adds:
             logits = max(logits, 4 * s.head)
-        logits += 2 * part * s.head_form * V
-        inputs += 2 * part * s.head_form * C + (parts - 1) * dx
+        logits += 2 * part * s.in_head.operand * V
+        inputs += 2 * part * s.in_head.operand * C + (parts - 1) * dx
     else:  # the logits are their own gradient by then, and dx is being computed from them
         scaled = not (s.config.use_fsdp or s.config.dtype == "float16")  # the input for the head's sum
         inputs += (parts + scaled) * dx
@@ -53,7 +53,7 @@ def block_backward(s: Sizes) -> Moment:
             here += kept_by_a_block(s, i) - (kept[i] if s.config.compile else 0)
         moments.append(here)
     # of up's weight, before it is added to the sum
-    product = 4 * s.model.n_embd * s.up if s.block_scaled else 0
+    product = 0 if s.low.adds else 4 * s.model.n_embd * s.up
     return {"activations": s.tokens * max(moments) + product}
 
 
@@ -76,8 +76,8 @@ def kept_by_a_block(s: Sizes, i: int) -> float:
     """Bytes per token that the forward of block i keeps for its backward (model.py, Block)."""
     model, config, compute, low = s.model, s.config, s.compute, i in s.low_blocks
     C, A, F = model.n_embd, model.attention_width, model.d_ff
-    # inputs of matmuls: as they are; or in the form for the backward alone (ops/quantized_linear.py)
-    operand = s.form if low else compute
+    # inputs of matmuls: as they are; or in the form for the backward alone (ops/float8_linear.py)
+    operand = s.low.operand if low else compute
     inputs = low or not s.recomputes  # whether inputs of Linears after a norm or an activation are kept
     attention = config.activation_checkpointing != "attention"
     size: float = 2 * compute * C  # the two residual sums, which the norms' backward needs
@@ -87,7 +87,9 @@ def kept_by_a_block(s: Sizes, i: int) -> float:
         size += compute * _columns_of_rotated_copies(s)
     size += attention * (compute * A + 4 * model.n_head)  # its output, and its log-sum-exp in float32
     size += operand * A * low  # the input of out, if it is not that output
-    size += compute * s.up + operand * F * (inputs and not s.quack)  # the output of up, the input of down
+    size += compute * s.up + operand * F * (
+        inputs and s.keeps_activated
+    )  # the output of up, the input of down
     if not config.compile and not _has_swiglu_kernel(s):
         # the activated gate, which compiled code makes again; or what torch.utils.checkpoint keeps without
         # need, the result of down
@@ -119,10 +121,11 @@ def _gradients_in_a_block(s: Sizes, i: int) -> float:
     gradients = compute * (C + s.up)
     if i not in s.low_blocks:
         # if the input of down has to be made again: its gradient; swiglu's kernel writes the input beside it,
-        # and QuACK's writes only the input
-        return gradients + compute * F * (s.quack + s.recomputes * (1 + _has_swiglu_kernel(s)))
-    if s.emulated:  # what the gradient of up's output is quantized to
-        return gradients + 2 * s.form * s.up
+        # and a backend that does not keep it writes only the input
+        again = (not s.keeps_activated) + s.recomputes * (1 + _has_swiglu_kernel(s))
+        return gradients + compute * F * again
+    if not s.low.is_float8:  # what the gradient of up's output is quantized to
+        return gradients + 2 * s.low.operand * s.up
     if s.gated and not s.config.compile:
         # one function (LowPrecisionSwiGLU): at its end, the gradients of its output, of h, of up's output (in
         # fp8, both layouts) and of its input are there

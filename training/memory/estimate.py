@@ -25,8 +25,6 @@ from training.optimization.muon import BATCH
 from training.process.memory import GIB
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
-# Bytes of an element of a quantized weight: two forms, in fp8 or bf16; emulated, nvfp4's two are one
-QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
 
 # cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
@@ -34,11 +32,11 @@ MIB = 2**20
 WORKSPACES = 2 * 32 * MIB
 
 
-def estimate_memory(config: TrainConfig, world_size: int, block_scaled: bool = False) -> dict[str, float]:
+def estimate_memory(config: TrainConfig, world_size: int, native: bool = False) -> dict[str, float]:
     """Estimated GiB per GPU by item, at the fullest moment of a training iteration. An evaluation needs less:
-    it keeps neither activations nor gradients. block_scaled: tensor cores multiply mxfp8 or nvfp4. Before the
-    check at the start nobody knows it, and emulated operands need more."""
-    sizes = Sizes(config, world_size, block_scaled)
+    it keeps neither activations nor gradients. native: the check of a recipe at the start has passed. Before
+    it nobody knows, and emulated operands need more."""
+    sizes = Sizes(config, world_size, native)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
     moments.append(_muons_moment(sizes, moments[-1]))
     fullest = max(moments, key=lambda moment: sum(moment.values()))
@@ -58,14 +56,12 @@ def host_memory(config: TrainConfig, world_size: int) -> float:
 def _at_rest(s: Sizes) -> Moment:
     """What is there between two iterations, but for gradients and working weights, which are moments' own."""
     own, moments, recipe = s.parameters / s.adam_shards, s.config.adam_dtype, s.config.low_precision
-    forms = s.form, s.head_form
-    in_blocks, in_head = (QUANTIZED_WEIGHT.get(recipe, 0) if f == s.compute else 2 * f for f in forms)
     return {
         f"weights ({s.config.param_dtype})": s.stored * own,
         f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * (own - s.muons / s.adam_shards),
         "Muon's momentum (float32)": 4 * s.muons / s.adam_shards,
-        f"quantized weights ({recipe})": in_blocks * len(s.low_blocks) * s.block
-        + in_head * s.low_head * s.head,
+        f"quantized weights ({recipe})": s.low.weight * len(s.low_blocks) * s.block
+        + s.in_head.weight * s.low_head * s.head,
     }
 
 
@@ -97,7 +93,7 @@ def _replicated_moments(s: Sizes) -> list[Moment]:
     rounded = {"gradients (bfloat16)": rounds * s.stored * s.parameters / s.adam_shards}
     # in float16 and of emulated operands, the head's gradient is first summed by itself
     # (ops/cross_entropy.py)
-    by_itself = config.dtype == "float16" or (s.low_head and s.emulated)
+    by_itself = config.dtype == "float16" or (s.low_head and not s.in_head.is_float8)
     head_sum = {"head's gradient (float32)": 4 * s.head} if by_itself else {}
     moments = [
         {**loss_moment(s), **head_sum},
@@ -139,7 +135,7 @@ def _sharded_moments(s: Sizes) -> list[Moment]:
         {**in_backward, **block_backward(s), whole: block},
         {"activations": 0.0, whole: summed + s.reduce * last, **part},  # the weights are freed before it
     ]
-    if config.low_precision != "none":  # publish() gathers into buffers
+    if s.quantizes:  # publish() gathers into buffers
         again = {gathered: s.compute * (s.parameters + last), whole: sums * fused, "activations": 0.0}
         moments.append(again | part)
     return moments
@@ -168,7 +164,7 @@ def reserved_memory(config: TrainConfig, world_size: int) -> float:
     s, reserve = Sizes(config, world_size), RESERVE
     # what FSDP gathers for an evaluation or to quantize weights: publish() does it into buffers
     gathered = s.compute * (s.rest + 2 * s.block)
-    whole = s.compute * s.parameters * (1 if config.low_precision == "none" else 2)
+    whole = s.compute * s.parameters * (1 + s.quantizes)
     if config.activation_checkpointing != "none":  # freed activations of other sizes are in the way
         reserve = max(reserve, s.tokens * s.compute * s.up)
     if config.use_fsdp:  # reduced gradients and gathered weights are allocated on streams of their own
@@ -178,6 +174,6 @@ def reserved_memory(config: TrainConfig, world_size: int) -> float:
     if captures_cuda_graphs(config):  # an evaluation cannot use the memory of the capture
         reserve += s.tokens / config.logit_parts * s.compute * s.model.vocab_size
         if config.use_fsdp:
-            few = config.reshard_after_forward and config.low_precision == "none"
+            few = config.reshard_after_forward and not s.quantizes
             reserve += gathered if few else whole
     return sum(estimate_memory(config, world_size).values()) + reserve / GIB

@@ -83,12 +83,12 @@ class MicroBatch:
             f"{units.memory(self.available_gib)}; what fits: {best}"
         ]
 
-    def describe(self, config: TrainConfig, world_size: int, block_scaled: bool = False) -> dict[str, Any]:
-        """What fits, as values that the start-up report and the record show. block_scaled: as in
+    def describe(self, config: TrainConfig, world_size: int, native: bool = False) -> dict[str, Any]:
+        """What fits, as values that the start-up report and the record show. native: as in
         estimate_memory()."""
         return {
             "micro_batch": asdict(self),
-            "estimated_memory_gb": estimate_memory(config, world_size, block_scaled),
+            "estimated_memory_gb": estimate_memory(config, world_size, native),
             "warnings": self.warnings(config, world_size),
         }
 

@@ -6,7 +6,7 @@ import functools
 
 import model_builder
 from model_config import ModelConfig
-from ops.recipes.properties import BLOCK_SCALED_BYTES, EMULATED
+from training.configuration.choices import find
 from training.configuration.keys import RECOMPUTING, TrainConfig
 from training.configuration.rules import shards_optimizer
 from training.process.launch import machine_size
@@ -24,7 +24,7 @@ def count_parameters(model: ModelConfig) -> int:
 class Sizes:
     """The configuration in numbers, which do not change."""
 
-    def __init__(self, config: TrainConfig, world_size: int, block_scaled: bool = False):
+    def __init__(self, config: TrainConfig, world_size: int, native: bool = False):
         model = config.model_config()
         self.config, self.model, self.processes = config, model, world_size
         self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
@@ -44,19 +44,13 @@ class Sizes:
         # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
         self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
         self.reduce = BYTES[config.reduce_dtype]
-        # low precision: of which blocks, of the head; whether blocks of numbers have scales, in bf16 but with
-        # block_scaled (ops/recipes/); bytes of an element that is quantized for a matmul, in the model's
-        # blocks and in the head
+        # low precision: of which blocks, of the head, and what matmuls get and keep in both (ops/recipe.py)
         recipe = config.low_precision
         blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
         self.low_blocks = range(0) if recipe == "none" else blocks
         self.low_head = recipe != "none" and config.low_precision_scope == "layers_and_head"
-        self.emulated, self.block_scaled = recipe in EMULATED, block_scaled
-        self.form = float(self.compute if self.emulated else 1)
-        self.head_form = self.form
-        if block_scaled:
-            self.form = BLOCK_SCALED_BYTES[recipe]
-            self.head_form = self.form if recipe == "mxfp8" else self.compute
+        self.low, self.in_head = find("low_precision", recipe).forms(native)
+        self.quantizes = bool(self.low.weight)
         # whether parts of every block are made again (ops/recompute.py)
         self.recomputes = config.activation_checkpointing in RECOMPUTING
-        self.quack = config.ffn_backend == "quack"
+        self.keeps_activated = find("ffn_backend", config.ffn_backend).keeps_input

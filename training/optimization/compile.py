@@ -27,17 +27,17 @@ def start_compilers(config: TrainConfig) -> None:
 
 
 def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
-    """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
+    """Sets what the blocks' and the head's forward calls; hooks on the modules stay outside of it."""
     level = config.activation_checkpointing
     for i, block in enumerate(model.blocks):
         if level in RECOMPUTING:  # inside of what is compiled
             recompute(block, level)
         if config.compile:
-            block.forward = _compiled(block.forward)
+            block.compute = _compiled(block.compute)
         if is_recomputed(i, level):
-            block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
+            block.compute = _recomputed(block.compute, keep_rng=config.dropout > 0)
     if config.compile:
-        model.head.normed = _compiled(model.head.normed)  # type: ignore[method-assign]
+        model.head.compute_input = _compiled(model.head.compute_input)
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:

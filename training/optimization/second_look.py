@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ops.quantized_linear import QuantizedLinear
+from ops.linear import Linear
 from training.configuration.keys import TrainConfig
 from training.process.world import sum_over_ranks
 from training.strategies.strategy import Strategy
@@ -80,9 +80,8 @@ def _copies(strategy: Strategy) -> dict[str, torch.Tensor]:
     """What this rank computes with and publish() makes from the optimizer's weights."""
     copies = {f"{name} (working weights)": copy for name, copy in strategy.working_copies().items()}
     for path, module in strategy.module.named_modules():
-        if isinstance(module, QuantizedLinear):
-            forms = module.quantized._asdict().items()
-            copies |= {f"{path}.weight (quantized {form})": t for form, t in forms if t is not None}
+        if isinstance(module, Linear):
+            copies |= {f"{path}.weight (quantized {form})": t for form, t in module.copies().items()}
     return copies
 
 

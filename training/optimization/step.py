@@ -12,8 +12,8 @@ import torch
 from ops.cross_entropy import GradientScale
 from ops.documents import Documents
 from ops.ranges import BACKWARD, FORWARD, named_range
+from ops.recipe import Recipe
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision_state import LowPrecisionState
 from training.optimization.muon import MuonAndAdamW
 from training.optimization.precision import LossScale
 from training.optimization.second_look import SecondLook
@@ -63,13 +63,13 @@ class EagerStep:
         loss_scale: LossScale,
         config: TrainConfig,
         update_guard: UpdateGuard,
+        recipe: Recipe,
         documents: Documents | None = None,
         timer: WorkTimer | None = None,
-        low_precision: LowPrecisionState | None = None,
     ):
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
-        self.low_precision = low_precision or LowPrecisionState()
+        self.recipe = recipe
         self.second_look = SecondLook(strategy, config)
         self.grad_clip = config.grad_clip
         self.is_first = True  # micro-step of this process: a model's faults are looked for
@@ -128,13 +128,13 @@ class EagerStep:
         micro_steps = len(x)
         gradient_scale = self.loss_scale.scale / micro_steps
         losses = []
-        self.low_precision.before_iteration()
+        self.recipe.before_iteration()
         for i in range(micro_steps):
             last, repeats = i == micro_steps - 1, second_look and i == 0
             scale = gradient_scale if shares is None else gradient_scale * shares[i]
             run = functools.partial(self._micro_step, x[i], y[i], scale, last, repeats)
             loss = self.second_look(run) if repeats else run()
-            losses.append(self.low_precision.after_micro_step(loss, last))
+            losses.append(self.recipe.after_micro_step(loss, last))
         means = torch.stack(losses)
         if shares is not None:
             means = torch.where(shares > 0, means * shares, 0.0)  # a mean over no targets is nan in torch
@@ -145,7 +145,7 @@ class EagerStep:
     ) -> torch.Tensor:
         """The loss. Changes nothing but the sums of gradients, so that it may be repeated."""
         self.strategy.micro_step(last, repeats)
-        self.low_precision.before_micro_step()
+        self.recipe.before_micro_step()
         checks, self.is_first = self.is_first, False
         with named_range(FORWARD):
             loss = self.strategy.forward(x, y, GradientScale(gradient_scale, checks))

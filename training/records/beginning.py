@@ -9,9 +9,10 @@ from training.batches.sources import RunData
 from training.checkpoints.resume import Resume
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import capability, emulation_warnings
+from training.hardware.capability import capability
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
+from training.optimization.low_precision import emulation_warnings
 from training.process.run_lock import RunLock
 from training.process.world import World
 from training.records.clock import Clock
@@ -36,7 +37,7 @@ def begin_record(
     monitor = watch_gpus(world)
     info = startup_info(config, world.size, setup, describe_hardware(world.device))
     support = setup.low_precision.get("low_precision", {}).get("support")
-    info["warnings"] += emulation_warnings(config.low_precision, capability(world.device), support)
+    info["warnings"] += emulation_warnings(config, capability(world.device), support)
     info |= run_info(config, world.size, data, resume, pretrained, monitor)
     record = open_record(config, world, lock, path, info, resume.run, progress.iteration)
     return Logger(config, world, record, Clock(world.device), setup.peak, info, progress, monitor)

@@ -12,11 +12,11 @@ import model_builder
 from common.text import one_line
 from training.batches.sources import RunData, describe_data
 from training.checkpoints.resume import Resume
+from training.configuration.choices import find
 from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
-from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.launch import launch_record
@@ -51,6 +51,8 @@ def startup_info(
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
     obstacle = cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
+    backend, asked = find("ffn_backend", config.ffn_backend), config.ffn_backend
+    feed_forward = {"ffn_backend": {"used": asked, "line": line}} if (line := backend.describe()) else {}
     graphs = {"cuda_graphs": {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}}
     return {
         "model": {
@@ -68,10 +70,10 @@ def startup_info(
             "peak": _describe_peak(peak),
             **{f"peak_{name}": _describe_peak(one) for name, one in peak.of_formats.items()},
         },
-        "software": {name: machine[name] for name in SOFTWARE} | versions(config),
+        "software": {name: machine[name] for name in SOFTWARE} | backend.versions(),
         "git": git_state(),
         "attention": attention,
-        **describe_ffn_backend(config),
+        **feed_forward,
         **describe_fusion(config),
         **(graphs if obstacle else {}),
         "flops": setup.flops,

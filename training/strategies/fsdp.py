@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
 from model import Transformer
-from ops.quantized_linear import refresh_weights
+from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
@@ -47,7 +47,8 @@ class Fsdp:
             cast_forward_inputs=False,  # the rotary angles must stay fp32
         )
         self.reshard = config.reshard_after_forward
-        self.quantized = config.low_precision != "none"
+        linears = [module for module in model.modules() if isinstance(module, Linear)]
+        self.keeps_copies = any(layer.copies() for layer in linears)
         for parameter in model.parameters():  # not model.to(), which would also round the rotary angles
             parameter.data = parameter.data.to(DTYPES[config.param_dtype])
         refresh_weights(model)
@@ -148,8 +149,8 @@ class Fsdp:
 
     def publish(self, copied: bool = False) -> None:
         """The next forward gathers the new weights and casts them: there are no working copies to write. If
-        weights must be quantized, they are gathered here."""
-        if not self.quantized:
+        layers keep copies of their weights, such as quantized ones, they are gathered here."""
+        if not self.keeps_copies:
             return
         self.settle()
         gathers = [unit.unshard(async_op=True) for unit in self.units]

@@ -15,8 +15,7 @@ import torch.nn as nn
 from common.text import shorten
 from model import Transformer
 from ops.embedding import Embedding
-from ops.linear import Linear
-from ops.quantized_linear import refresh_weights
+from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer

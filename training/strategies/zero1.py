@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from model import Transformer
-from ops.quantized_linear import refresh_weights
+from ops.linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import Waits, World, all_gather, reduce_scatter, start_together

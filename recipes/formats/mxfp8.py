@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from ops.custom_op import custom_op, register_fake
-from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
-from ops.quantization.formats import (
+from ops.quantization.formats import to_float8
+from recipes.formats.blocks import Block, block_amax, number_of_blocks, spread
+from recipes.formats.numbers import (
     E4M3,
     E4M3_MAX,
     E8M0_BIAS,
@@ -25,7 +26,6 @@ from ops.quantization.formats import (
     e8m0_values,
     power_of_two,
     round_up_to_e8m0,
-    to_float8,
 )
 
 ALONG_ROWS, ALONG_COLUMNS = (1, 32), (32, 1)  # a matmul sums along K or along M

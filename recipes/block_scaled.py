@@ -1,16 +1,16 @@
 """mxfp8 and nvfp4 on tensor cores that multiply blocks with scales: Blackwell's, compute capability 10.x.
 
-The codes and scales are those of the emulation (mxfp8.py, nvfp4.py): the same rounding, transform and random
-bits. torch's matmul wants the summed dimension contiguous in both factors and the scales in an order of its
-own, so that a form of an operand is
+The codes and scales are those of the emulation (mxfp8_linear.py, nvfp4_linear.py): the same rounding,
+transform and random bits. torch's matmul wants the summed dimension contiguous in both factors and the scales
+in an order of its own, so that a form of an operand is
 
     codes    rows along the summed dimension, `columns` is transposed: mxfp8 in E4M3; nvfp4 as uint8, two E2M1
              codes a byte, the first one in the low half
-    scales   uint8, flat: those of the blocks in tiles (ops/quantization/scale_layout.py); nvfp4's end with
+    scales   uint8, flat: those of the blocks in tiles (recipes/formats/scale_layout.py); nvfp4's end with
              the 4 bytes of its global factor A / 2688, fp32
 
-nvfp4's global factors multiply a product here, and are not rounded into the operands (emulated.py). Nothing
-computes so before block_scaled_check.py has compared it with the emulation.
+nvfp4's global factors multiply a product here, and are not rounded into the operands (block_linear.py).
+Nothing computes so before block_scaled_check.py has compared it with the emulation.
 
 M, N rows · K columns
 """
@@ -23,15 +23,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ops.cross_entropy import cross_entropy
 from ops.custom_op import custom_op, register_fake
-from ops.quantization import mxfp8, nvfp4
-from ops.quantization.formats import E4M3
-from ops.quantization.hadamard import random_hadamard
-from ops.quantization.scale_layout import from_tiles, tiles, to_tiles
-from ops.quantized_linear import Kept, QuantizedLinear
-from ops.recipes.emulated import check_operand
-from ops.recipes.nvfp4 import COLUMNS, ROWS, bits_of_operand, nvfp4_amaxes
+from recipes.block_linear import BlockLinear, check_operand
+from recipes.formats import mxfp8, nvfp4
+from recipes.formats.hadamard import random_hadamard
+from recipes.formats.numbers import E4M3
+from recipes.formats.scale_layout import from_tiles, tiles, to_tiles
+from recipes.nvfp4_linear import COLUMNS, ROWS, bits_of_operand, nvfp4_amaxes
 
 FACTOR_BYTES = 4  # the last ones of nvfp4's scales
 
@@ -47,50 +45,24 @@ class BlockOperand(NamedTuple):
     column_scales: torch.Tensor
 
 
-class BlockScaledLinear(QuantizedLinear):
-    """A recipe defines forms(x, key) of an activation or, with a key, of a gradient, and weight_forms(w)."""
-
+class BlockScaledLinear(BlockLinear):
+    multiple = 32  # of fp4, too: torch wants 16 bytes of codes
     fp4: bool
 
-    @staticmethod
-    def quantize_input(x, amax, low):
-        return BlockOperand(*low.kind.forms(x, None))
+    def empty_weight(self, weight):
+        return BlockOperand(*_empty(weight, self.fp4))
 
-    @staticmethod
-    def quantize_gradient(dy, amax, low):
-        return BlockOperand(*low.kind.forms(dy, low.state))
+    def kept(self, x):
+        return x.columns, x.column_scales, self.quantized.columns, self.quantized.column_scales
 
-    @staticmethod
-    def loss_and_gradient(logits, targets, low):
-        losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
-        return losses, BlockOperand(*low.kind.forms(logits, low.state))
+    def product(self, x, dtype):
+        return block_scaled_product(x.rows, x.scales, self.quantized.rows, self.quantized.scales, dtype)
 
-    @classmethod
-    def empty_weight(cls, weight):
-        return BlockOperand(*_empty(weight, cls.fp4))
+    def input_gradient(self, dy, kept, dtype):
+        return block_scaled_product(dy.rows, dy.scales, *kept[2:], dtype)
 
-    @staticmethod
-    def requantize(weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            forms = low.kind.weight_forms(weight.to(torch.bfloat16))
-            for written, form in zip(low.weight, forms, strict=True):
-                written.copy_(form)
-
-    @staticmethod
-    def product(x, weight, dtype):
-        return block_scaled_product(x.rows, x.scales, weight.rows, weight.scales, dtype)
-
-    @staticmethod
-    def kept(x, weight):
-        return Kept(x.columns, x.column_scales, weight.columns, weight.column_scales)
-
-    @staticmethod
-    def input_gradient(dy, kept, dtype):
-        return block_scaled_product(dy.rows, dy.scales, kept.weight_columns, kept.weight_scale, dtype)
-
-    @staticmethod
-    def weight_gradient(dy, kept, dtype, total):
-        operands = dy.columns, dy.column_scales, kept.x_columns, kept.x_scale
+    def weight_gradient(self, dy, kept, dtype, total):
+        operands = dy.columns, dy.column_scales, *kept[:2]
         if total is None:
             return block_scaled_product(*operands, dtype)
         total.add_(block_scaled_product(*operands, total.dtype))
@@ -98,30 +70,29 @@ class BlockScaledLinear(QuantizedLinear):
 
 
 class NativeMxfp8Linear(BlockScaledLinear):
-    multiple, fp4 = 32, False
+    fp4 = False
 
-    @staticmethod
-    def forms(x, key):
-        return block_forms(x)
+    def quantize(self, x):
+        return BlockOperand(*block_forms(x))
 
-    @staticmethod
-    def weight_forms(weight):
-        return block_forms(weight)
+    def quantize_weight(self):
+        return self.quantize(self.weight.to(torch.bfloat16))
 
 
 class NativeNvfp4Linear(BlockScaledLinear):
-    """Its state is the key of its random bits, int64 (4). A head, the gradient of whose logits is in bf16,
-    stays emulated."""
+    """A head, the gradient of whose logits is in bf16, stays emulated."""
 
-    multiple, fp4 = 32, True  # torch wants 16 bytes of codes
+    fp4 = True
 
-    @staticmethod
-    def forms(x, key):
-        return block_forms(x, nvfp4_amaxes(x), key)
+    def quantize(self, x, key=None):
+        return BlockOperand(*block_forms(x, nvfp4_amaxes(x), key))
 
-    @staticmethod
-    def weight_forms(weight):
-        return block_forms(weight, weight.abs().amax().float().view(1))
+    def quantize_gradient(self, dy):
+        return self.quantize(dy, self.key)
+
+    def quantize_weight(self):
+        rounded = self.weight.to(torch.bfloat16)
+        return BlockOperand(*block_forms(rounded, rounded.abs().amax().float().view(1)))
 
 
 # --- products ---
@@ -187,7 +158,7 @@ def block_forms(
     key (random_bits.random_key): stochastic rounding. ValueError: blocks do not divide M and K."""
     check_operand(x, (32, 32) if amaxes is None else nvfp4.SQUARE)
     if x.is_cuda:
-        from ops.triton_kernels.block_scaled import triton_block_forms
+        from recipes.kernels.block_scaled import triton_block_forms
 
         return triton_block_forms(x.contiguous(), amaxes, key, _empty(x, amaxes is not None))
     if amaxes is None:

@@ -2,7 +2,7 @@
 
 Operands of a matmul have blocks along the dimension that it sums, so a matrix that two matmuls use is
 quantized along its rows and along its columns. One kernel reads it once and writes both, in the layout that
-it has: bf16 matmuls take any. It gives the bits of ops/recipes/mxfp8.py's plain form.
+it has: bf16 matmuls take any. It gives the bits of recipes/mxfp8.py's plain form.
 
 A program has the rows of one block, each as a tensor of its own: what lies along a column, and its amax,
 needs no other thread. A row is read and written as words (words.py). Formats are made by exact arithmetic
@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.arithmetic import larger_words, mx_words
-from ops.triton_kernels.float_bits import (
+from recipes.kernels.arithmetic import larger_words, mx_words
+from recipes.kernels.float_bits import (
     ABOVE_1_75,
     EXPONENT,
     EXPONENT_AND_SIGN,
@@ -26,7 +26,7 @@ from ops.triton_kernels.float_bits import (
     as_bits,
     as_float,
 )
-from ops.triton_kernels.words import MAGNITUDES, along_row, as_words, empty_words, to_row
+from recipes.kernels.words import MAGNITUDES, along_row, as_words, empty_words, to_row
 
 # A thread has 4 columns: 8 need more registers than there are.
 TILE_N, WARPS = 512, 4

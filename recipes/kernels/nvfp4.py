@@ -1,7 +1,7 @@
 """The Triton kernels of emulated NVFP4: bf16 matrices whose numbers are those of the format.
 
 Activations and gradients are quantized in blocks of 16 along their rows, and, after the Hadamard transform,
-along their columns; weights in squares of 16 x 16. They give the bits of ops/recipes/nvfp4.py's plain forms.
+along their columns; weights in squares of 16 x 16. They give the bits of recipes/nvfp4.py's plain forms.
 
 A program has the 16 rows of one block. It walks over them twice, in loops whose code is small. Straight code
 for all of a thread's numbers was 93 KB and took eight times as long as its instructions do (LOG.md), probably
@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.quantization.hadamard import NEGATIVE_ROWS
-from ops.triton_kernels.arithmetic import add_toward_zero, bf16_words, third_byte
-from ops.triton_kernels.float_bits import (
+from ops.triton_kernels.philox import load_key, random_words
+from recipes.formats.hadamard import NEGATIVE_ROWS
+from recipes.kernels.arithmetic import add_toward_zero, bf16_words, third_byte
+from recipes.kernels.float_bits import (
     EXPONENT,
     as_bits,
     as_float,
@@ -35,8 +36,7 @@ from ops.triton_kernels.float_bits import (
     negative,
     second_of,
 )
-from ops.triton_kernels.philox import load_key, random_words
-from ops.triton_kernels.words import SIGNS, along_row, as_words, empty_words, to_row
+from recipes.kernels.words import SIGNS, along_row, as_words, empty_words, to_row
 
 WARPS = 4
 COLUMN_WORDS = 1  # of a row that a thread has in the walk along columns: 1 or 2
@@ -81,7 +81,7 @@ def _largest(rows):
 
 @triton.jit
 def _hadamard(tile):
-    """The transform of 16 numbers (ops/quantization/hadamard.py), fp32."""
+    """The transform of 16 numbers (recipes/formats/hadamard.py), fp32."""
     summed = ()
     for row in tl.static_range(0, 16, 2):
         first = -0.25 if (NEGATIVE >> row) & 1 else 0.25

@@ -1,5 +1,5 @@
 """nvfp4: operands in blocks of 16 along the dimension that a product sums over, those of the weight gradient
-after a random Hadamard transform, gradients rounded stochastically. ops/quantization/nvfp4.py has the numbers
+after a random Hadamard transform, gradients rounded stochastically. recipes/formats/nvfp4.py has the numbers
 and their source.
 
 M rows · K columns
@@ -9,52 +9,41 @@ from __future__ import annotations
 
 import torch
 
-from ops.cross_entropy import cross_entropy
 from ops.custom_op import custom_op, register_fake
-from ops.quantization import nvfp4
-from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_bits
-from ops.quantized_linear import Operand
-from ops.recipes.emulated import EmulatedLinear, check_operand
-from ops.recipes.properties import ALIGNMENTS
+from recipes.block_linear import BlockLinear, Emulated, check_operand
+from recipes.formats import nvfp4
+from recipes.formats.hadamard import random_hadamard
 
 FP4_BLOCK = 16
 ROWS, COLUMNS = 0, 1  # the streams of random bits of a gradient's two forms
 HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
 
 
-class Nvfp4Linear(EmulatedLinear):
-    """Its state is the key of its random bits, int64 (4)."""
+class Nvfp4Linear(BlockLinear):
+    multiple = 16
 
-    multiple = ALIGNMENTS["nvfp4"]
+    def empty_weight(self, weight):
+        both = torch.empty_like(weight, dtype=torch.bfloat16)  # blocks are square
+        return Emulated(both, both)
 
-    @staticmethod
-    def quantize_input(x, amax, low):
-        return Operand(*nvfp4_operand(x, nvfp4_amaxes(x)))
+    def quantize_weight(self):
+        rounded = self.weight.to(torch.bfloat16)
+        both = nvfp4_weight(rounded, rounded.abs().amax().float())
+        return Emulated(both, both)
 
-    @staticmethod
-    def quantize_gradient(dy, amax, low):
-        return Operand(*nvfp4_operand(dy, nvfp4_amaxes(dy), low.state))
+    def quantize(self, x):
+        return Emulated(*nvfp4_operand(x, nvfp4_amaxes(x)))
 
-    @staticmethod
-    def loss_and_gradient(logits, targets, low):
+    def quantize_gradient(self, dy):
+        return Emulated(*nvfp4_operand(dy, nvfp4_amaxes(dy), self.key))
+
+    def quantize_logits_gradient(self, logits):
         """In bf16: fp4 would round every probability below 2e-6 to 0."""
-        losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
         columns = torch.empty_like(logits)
         for written, rows in zip(columns.split(HADAMARD_ROWS), logits.split(HADAMARD_ROWS), strict=True):
             written.copy_(random_hadamard(rows, dim=0))
-        return losses, Operand(logits, columns)
-
-    @staticmethod
-    def empty_weight(weight):
-        both = torch.empty_like(weight, dtype=torch.bfloat16)  # blocks are square
-        return Operand(both, both)
-
-    @staticmethod
-    def requantize(weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            rounded = weight.to(torch.bfloat16)
-            low.weight.rows.copy_(nvfp4_weight(rounded, rounded.abs().amax().float()))
+        return Emulated(logits, columns)
 
 
 @custom_op("nanomfu::emulate_nvfp4_amaxes", mutates_args=())
@@ -63,7 +52,7 @@ def nvfp4_amaxes(x: torch.Tensor) -> torch.Tensor:
     ValueError: 16 does not divide M and K."""
     check_operand(x, nvfp4.SQUARE)
     if x.is_cuda:
-        from ops.triton_kernels.nvfp4 import triton_nvfp4_amaxes
+        from recipes.kernels.nvfp4 import triton_nvfp4_amaxes
 
         return triton_nvfp4_amaxes(x.contiguous())
     return torch.stack([form.abs().amax().float() for form in (x, random_hadamard(x, dim=0))])
@@ -85,7 +74,7 @@ def nvfp4_operand(
     ValueError: 16 does not divide M and K."""
     check_operand(x, nvfp4.SQUARE)
     if x.is_cuda:
-        from ops.triton_kernels.nvfp4 import triton_nvfp4
+        from recipes.kernels.nvfp4 import triton_nvfp4
 
         return triton_nvfp4(x.contiguous(), amaxes, key)
     forms = (
@@ -111,7 +100,7 @@ def nvfp4_weight(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     along rows and columns. ValueError: 16 does not divide N and K."""
     check_operand(weight, nvfp4.SQUARE)
     if weight.is_cuda:
-        from ops.triton_kernels.nvfp4 import triton_nvfp4_square
+        from recipes.kernels.nvfp4 import triton_nvfp4_square
 
         return triton_nvfp4_square(weight.contiguous(), amax)
     return nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE, amax))

@@ -9,7 +9,7 @@ Source: "Pretraining Large Language Models with NVFP4" (NVIDIA 2025, arXiv 2509.
 TransformerEngine's reference_nvfp4.py for the bits. Activations and gradients have blocks of 16 along the
 summed dimension, weights blocks of 16 x 16, so that a weight has the same values in forward and backward.
 Gradients are rounded stochastically. Both operands of a weight's gradient go through
-ops/quantization/hadamard.py before. The three divisions must be correctly rounded: a kernel that divides
+recipes/formats/hadamard.py before. The three divisions must be correctly rounded: a kernel that divides
 approximately has other codes.
 """
 
@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 
 from ops.custom_op import custom_op, register_fake
-from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
-from ops.quantization.formats import (
+from ops.quantization.formats import to_float8
+from recipes.formats.blocks import Block, block_amax, number_of_blocks, spread
+from recipes.formats.numbers import (
     E2M1_MAX,
     E4M3,
     E4M3_MAX,
@@ -32,7 +33,6 @@ from ops.quantization.formats import (
     quotient,
     round_to_e2m1,
     round_to_e2m1_stochastically,
-    to_float8,
 )
 
 ALONG_ROWS, ALONG_COLUMNS, SQUARE = (1, 16), (16, 1), (16, 16)

@@ -1,6 +1,6 @@
 """Compares matmuls of scaled blocks with the emulation, before a run on a GPU trusts them.
 
-The emulation's kernels have the bits of plain arithmetic (ops/compare_casts.py). So the codes and scales of
+The emulation's kernels have the bits of plain arithmetic (block_recipe.py). So the codes and scales of
 every operand must stand for the emulation's numbers, all of them. The three products, as training asks torch
 for them, must be those of the operands, element by element:
 
@@ -14,15 +14,17 @@ M tokens · N, K sides of a weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from ops.quantized_linear import Quantized, QuantizedLinear
-from ops.recipes.block_scaled import numbers_and_factor
+from ops.linear import Linear
+from recipes.block_linear import BlockLinear
+from recipes.block_scaled import numbers_and_factor
 
 MOST_ROWS = 4096  # M, beyond which a matmul is the same once more
-Kind = type[QuantizedLinear]
+Kind = type[BlockLinear]
 
 
 @torch.no_grad()
@@ -42,23 +44,28 @@ def find_difference(
             for shape in ((M, K), (M, N), (N, K))
         )
         dy *= torch.logspace(-6, 0, N, device=key.device).to(dy.dtype)  # scales of many sizes
-        ours, plain = (_operands(kind, x, dy, weight, key) for kind in (native, emulated))
-        reason = next(_differences(native, ours, plain), None)
+        ours, plain = (_layer(kind, weight, key) for kind in (native, emulated))
+        reason = next(_differences(ours, plain, x, dy), None)
     except Exception as error:  # whatever fails here would fail in training
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return reason and f"{M:,} tokens, weight {N:,} x {K:,}: {reason}"
 
 
-def _operands(kind: Kind, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, key: torch.Tensor) -> list:
-    """The same, quantized as the class of Linear does it."""
-    low = Quantized(kind, kind.empty_weight(weight), torch.float8_e4m3fn, None, key)
-    kind.requantize([weight], [low])
-    return [kind.quantize_input(x, None, low), kind.quantize_gradient(dy, None, low), low.weight]
+def _layer(kind: Kind, weight: torch.Tensor, key: torch.Tensor) -> BlockLinear:
+    """A layer of this weight (N, K), quantized."""
+    N, K = weight.shape
+    plain = Linear(K, N, bias=False, device="meta")
+    plain.weight = torch.nn.Parameter(weight)
+    layer = kind(plain, key)
+    kind.refresh([layer])
+    return layer
 
 
-def _differences(native: Kind, ours: list, plain: list) -> Iterator[str]:
+def _differences(ours: BlockLinear, plain: BlockLinear, x: torch.Tensor, dy: torch.Tensor) -> Iterator[str]:
     forms = []  # numbers along the summed dimension, and their factor: rows and columns of x, dy, the weight
-    for name, operand, expected in zip(("x", "dy", "the weight"), ours, plain, strict=True):
+    operands: dict[str, Any] = {"x": ours.quantize(x), "dy": ours.quantize_gradient(dy), "the weight": ours.quantized}
+    expectations: Iterable[Any] = plain.quantize(x), plain.quantize_gradient(dy), plain.quantized
+    for (name, operand), expected in zip(operands.items(), expectations, strict=True):
         rows, columns = numbers_and_factor(*operand[::2]), numbers_and_factor(*operand[1::2])
         forms.append((rows, columns))
         for side, (numbers, factor), right in (
@@ -67,13 +74,12 @@ def _differences(native: Kind, ours: list, plain: list) -> Iterator[str]:
         ):
             if different := int(((numbers.float() * factor).to(right.dtype) != right).sum()):
                 yield f"the {side} of {name} have other numbers ({different:,} of {right.numel():,})"
-    x, dy, weight = ours
-    kept, dtype = native.kept(x, weight), torch.bfloat16
-    total = torch.zeros(len(dy.columns), len(x.columns), device=x.rows.device)
-    native.weight_gradient(dy, kept, dtype, total)
+    low_x, low_dy, kept = operands["x"], operands["dy"], ours.kept(operands["x"])
+    total = torch.zeros_like(ours.weight, dtype=torch.float32)
+    ours.weight_gradient(low_dy, kept, x.dtype, total)
     for name, found, (a, a_factor), (b, b_factor) in (
-        ("forward", native.product(x, weight, dtype), forms[0][0], forms[2][0]),
-        ("input gradient", native.input_gradient(dy, kept, dtype), forms[1][0], forms[2][1]),
+        ("forward", ours.product(low_x, x.dtype), forms[0][0], forms[2][0]),
+        ("input gradient", ours.input_gradient(low_dy, kept, x.dtype), forms[1][0], forms[2][1]),
         ("weight gradient", total, forms[1][1], forms[0][1]),
     ):
         a, b, factor = a.float(), b.float().t(), a_factor * b_factor

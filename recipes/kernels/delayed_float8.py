@@ -1,4 +1,4 @@
-"""ops/recipes/fp8_delayed.py on a GPU: casts by the scale of the past that find the amax for the next one.
+"""recipes/fp8_delayed.py on a GPU: casts by the scale of the past that find the amax for the next one.
 
 Every kernel takes the state of its tensor as two pointers. `scale` is 0 if there is no history; then the
 scale is made of `found`, the tensor's own amax, which is known or which a pass before has found. That pass
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, store_both, tiles
-from ops.triton_kernels.float_bits import larger, largest, magnitude_bits
 from ops.triton_kernels.launch import walking_programs
+from recipes.kernels.float_bits import larger, largest, magnitude_bits
 
 WALKED, WALKING_PROGRAMS = 8192, 4  # numbers that a program reads at a time; programs a multiprocessor
 SMALLEST_AMAX = tl.constexpr(1e-12)  # as in ops/float8.py

@@ -1,6 +1,6 @@
 """The Triton kernel of mxfp8 and nvfp4 on tensor cores: a bf16 matrix as codes, and scales in tiles.
 
-It gives the bits of ops/recipes/block_scaled.py's plain forms. A program has a square of the matrix. It makes
+It gives the bits of recipes/block_scaled.py's plain forms. A program has a square of the matrix. It makes
 the form along rows from it, and from its transpose, in the same way, the form along columns. Rounding is
 exact arithmetic on fp32 numbers and their bits (float_bits.py). No number is one of Triton's fp8: float8.py
 says why.
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.quantization.hadamard import NEGATIVE_ROWS
-from ops.triton_kernels.float_bits import EXPONENT, MAGNITUDE, as_bits, as_float, nearest_e4m3
-from ops.triton_kernels.nvfp4 import _as_bf16, _globals, _scales, _values
 from ops.triton_kernels.philox import load_key, random_words
+from recipes.formats.hadamard import NEGATIVE_ROWS
+from recipes.kernels.float_bits import EXPONENT, MAGNITUDE, as_bits, as_float, nearest_e4m3
+from recipes.kernels.nvfp4 import _as_bf16, _globals, _scales, _values
 
 SIDE, WARPS = 64, 8  # of a program's square: 16 numbers a thread, so that the code fits a cache (nvfp4.py)
 NEGATIVE = tl.constexpr(NEGATIVE_ROWS)
@@ -28,7 +28,7 @@ Forms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 @triton.jit
 def _store(codes, scales, out, into, r, k, R, K, BLOCK: tl.constexpr, SIDE: tl.constexpr):
     """What the square at (r, k) of a form (R, K) has become: codes (SIDE, bytes), and scales (SIDE, blocks),
-    which are written with the padding of their tiles (ops/quantization/scale_layout.py)."""
+    which are written with the padding of their tiles (recipes/formats/scale_layout.py)."""
     BYTES: tl.constexpr = codes.shape[1]
     width = K * BYTES // SIDE
     rows, places = (r + tl.arange(0, SIDE))[:, None], (k * BYTES // SIDE + tl.arange(0, BYTES))[None, :]
@@ -57,7 +57,7 @@ def _block_amaxes(tile, BLOCK: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _mxfp8(tile, SIDE: tl.constexpr):
-    """Codes (SIDE, SIDE) and scales (SIDE, SIDE / 32), as ops/quantization/mxfp8.py's quantize() has them."""
+    """Codes (SIDE, SIDE) and scales (SIDE, SIDE / 32), as recipes/formats/mxfp8.py's quantize() has them."""
     amax = _block_amaxes(tile, 32, SIDE)
     bits = as_bits(as_float(amax) * (1 / 448))
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -72,7 +72,7 @@ def _mxfp8(tile, SIDE: tl.constexpr):
 
 @triton.jit
 def _nvfp4(tile, of_all, random, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SIDE: tl.constexpr):
-    """Codes, two a byte (SIDE, SIDE / 2), and scales (SIDE, SIDE / 16) of ops/quantization/nvfp4.py's
+    """Codes, two a byte (SIDE, SIDE / 2), and scales (SIDE, SIDE / 16) of recipes/formats/nvfp4.py's
     quantize(). of_all, random: as for nvfp4.py's functions."""
     amax = _block_amaxes(tile, 16, SIDE)
     if SQUARE:
@@ -97,7 +97,7 @@ def _butterfly(tile, DISTANCE: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _hadamard(tile, SIDE: tl.constexpr):
-    """Each 16 numbers of a row, transformed (ops/quantization/hadamard.py) and rounded to bf16."""
+    """Each 16 numbers of a row, transformed (recipes/formats/hadamard.py) and rounded to bf16."""
     signs = tl.where(((NEGATIVE >> tl.arange(0, 16)) & 1) == 1, -0.25, 0.25)
     tile = tile.reshape(SIDE, SIDE // 16, 16) * signs[None, None, :]
     for stage in tl.static_range(4):
@@ -114,7 +114,7 @@ def _random(counters, key, STREAM: tl.constexpr, COUNT: tl.constexpr):
     return as_float((numbers << 16).to(tl.int32)).reshape(COUNT, 16)
 
 
-# which counter has whose bits: ops/recipes/nvfp4.py, bits_of_operand
+# which counter has whose bits: recipes/nvfp4.py, bits_of_operand
 @triton.jit(do_not_specialize_on_alignment=["amaxes", "column_amax", "key"])
 def _block_forms(
     x, amaxes, column_amax, key, rows, columns, scales, column_scales, factor, column_factor, M, N,
