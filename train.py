@@ -64,7 +64,7 @@ from training.inputs import check_inputs
 from training.memory.estimate import host_memory
 from training.memory.micro_batch import resolve_micro_batch
 from training.optimization.compile import compile_and_checkpoint, start_compilers
-from training.optimization.low_precision import describe_low_precision, use_low_precision
+from training.optimization.low_precision import describe_recipe, use_recipe
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.schedule import learning_rate
@@ -159,7 +159,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     strategy = parallelize(model, config, world, timer)
     eager, state = build_step(config, strategy, model.documents, timer, recipe)
 
-    # 6) load weights, Adam moments, random generators and data position
+    # 6) load weights, what the optimizer keeps, random generators and data position
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))  # each rank has a seed of its own
     progress = load_resume(resume, state)
     pretrained = begin_with_weights(config, resume, state)
@@ -167,28 +167,23 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     memory = micro_batch.describe(config, world.size, recipe.native)
-    setup = Setup(flops, peak, attention.to_dict(), memory, describe_low_precision(config, recipe))
+    setup = Setup(flops, peak, attention.to_dict(), memory, describe_recipe(config, recipe))
     logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
     watchdog.logger = logger
 
     # 8) make what the loop calls
-    anomalies = AnomalyPolicy(config, world, logger.record, logger.start)
-    anomalies.second_look = eager.second_look
+    anomalies = AnomalyPolicy(config, world, logger.record, logger.start, eager.second_look)
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
     facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
-    host_bytes = host_memory(config, world.size)
-    saver = Saver(config, state, facts, logger.start, host_bytes, watchdog.consensus.group)
-    step: Step = eager
-    if captures_cuda_graphs(config):
-        step = GraphedStep(eager, state, CudaGraphs(), logger.clock.paused, logger.start)
-        logger.info["cuda_graphs"] = step.choice
+    on_host = host_memory(config, world.size)
+    saver = Saver(config, state, facts, logger.start, on_host, watchdog.consensus.group)
     return Run(
         config=config,
         world=world,
         watchdog=watchdog,
         logger=logger,
         loader=loader,
-        step=step,
+        step=captured_if_asked(eager, state, config, logger),
         anomalies=anomalies,
         replica_check=replica_check,
         stragglers=Stragglers(timer, world, watchdog, logger.record),
@@ -300,7 +295,7 @@ def build(config: TrainConfig, world: World) -> tuple[Transformer, AttentionChoi
     model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.logit_parts
-    recipe = use_low_precision(model, config, world)
+    recipe = use_recipe(model, config, world)
     find("ffn_backend", config.ffn_backend).use(model)
     return model, attention, recipe
 
@@ -320,6 +315,15 @@ def build_step(
     guard = UpdateGuard(config, device)
     step = EagerStep(strategy, optimizer, loss_scale, config, guard, recipe, documents, timer)
     return step, TrainState(strategy, optimizer, loss_scale, strategy.world, guard, recipe)
+
+
+def captured_if_asked(eager: EagerStep, state: TrainState, config: TrainConfig, logger: Logger) -> Step:
+    """The eager step, or the one that replays it as a CUDA graph."""
+    if not captures_cuda_graphs(config):
+        return eager
+    step = GraphedStep(eager, state, CudaGraphs(), logger.clock.paused, logger.start)
+    logger.info["cuda_graphs"] = step.choice
+    return step
 
 
 def run(argv: list[str]) -> int:

@@ -96,7 +96,7 @@ class Recipe:
 
     @property
     def executed(self) -> str:
-        """What really computes the matmuls: 'native fp8', 'bf16, emulates nvfp4'."""
+        """What really computes the matmuls: 'native fp8', 'bf16, emulates NAME'."""
         return self.config.dtype
 
     def describe(self) -> dict[str, Any]:

@@ -63,7 +63,11 @@ def _layer(kind: Kind, weight: torch.Tensor, key: torch.Tensor) -> BlockLinear:
 
 def _differences(ours: BlockLinear, plain: BlockLinear, x: torch.Tensor, dy: torch.Tensor) -> Iterator[str]:
     forms = []  # numbers along the summed dimension, and their factor: rows and columns of x, dy, the weight
-    operands: dict[str, Any] = {"x": ours.quantize(x), "dy": ours.quantize_gradient(dy), "the weight": ours.quantized}
+    operands: dict[str, Any] = {
+        "x": ours.quantize(x),
+        "dy": ours.quantize_gradient(dy),
+        "the weight": ours.quantized,
+    }
     expectations: Iterable[Any] = plain.quantize(x), plain.quantize_gradient(dy), plain.quantized
     for (name, operand), expected in zip(operands.items(), expectations, strict=True):
         rows, columns = numbers_and_factor(*operand[::2]), numbers_and_factor(*operand[1::2])

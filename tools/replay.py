@@ -29,6 +29,7 @@ from tools.seal.contents import changed_parts, code_text, read_seal, readable
 from tools.seal.recount import disagreements
 from training.batches.fingerprint import run_fingerprint
 from training.batches.sources import open_sources
+from training.configuration.choices import CHOICES, is_module
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
 from training.configuration.other_names import REMOVED_KEYS, removed_settings, todays_settings
@@ -111,6 +112,11 @@ def settings(record: dict[str, Any], out_dir: Path, dataset: str | None) -> list
     stated = {key: value for key, value in todays_settings(config).items() if key not in NOT_TAKEN}
     if unknown := [key for key in stated if key not in KEYS]:
         raise UserError(f"the seal's configuration has {unknown[0]!r}, no setting of this code")
+    if foreign := [key for key in CHOICES if is_module(stated.get(key))]:
+        raise UserError(
+            f"the sealed run took its {foreign[0]} from the module {stated[foreign[0]]}; a replay imports "
+            "nothing that a seal names but this code's own: train by train.py, if you trust that module"
+        )
     changed = [f"--{key}={value}" for key, value in stated.items() if value != KEYS[key].default]
     name = dataset or config["dataset"]
     return [f"--out_dir={out_dir}", f"--dataset={name}", *changed, "--always_save_checkpoint=False"]

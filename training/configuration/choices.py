@@ -1,7 +1,7 @@
 """Finds the class that a setting names: a recipe of low precision, an optimizer, a feed-forward backend.
 
     --low_precision=fp8_tensorwise    the core's own, in the table below
-    --low_precision=mxfp8             recipes/mxfp8.py
+    --low_precision=NAME              recipes/NAME.py
     --low_precision=package.module    anybody's: a module that can be imported, whose RECIPE it is
 
 A module is imported only when a setting asks for it. The tables have names alone, so that --help needs no

@@ -50,9 +50,16 @@ class Diverged(RunError):
 class AnomalyPolicy:
     """Collects verdicts as device tensors, and acts on them after they have been read."""
 
-    second_look: SecondLook | None = None  # the step's
-
-    def __init__(self, config: TrainConfig, world: World, record: RunRecord | None, start: int):
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        record: RunRecord | None,
+        start: int,
+        second_look: SecondLook | None = None,
+    ):
+        """second_look: the step's."""
+        self.second_look = second_look
         self.config, self.world, self.record, self.start = config, world, record, start
         self.pending: list[StepResult] = []  # of iterations whose verdicts have not been read
         self.first = start  # the first of these iterations

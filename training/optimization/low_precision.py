@@ -33,7 +33,7 @@ def recipe_class(config: TrainConfig) -> type[Recipe]:
     return found
 
 
-def use_low_precision(model: Transformer, config: TrainConfig, world: World = ALONE) -> Recipe:
+def use_recipe(model: Transformer, config: TrainConfig, world: World = ALONE) -> Recipe:
     """Gives the Linear layers that low_precision is for their recipe; refresh_weights fills what it keeps of
     weights. Embeddings and norms never have any. Raises UserError for a width or a number of tokens that the
     recipe cannot have, and RunError for a GPU on which a kernel stores wrong numbers. All ranks."""
@@ -126,7 +126,7 @@ FASTER = "fp8_tensorwise"
 
 
 def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
-    """'nvfp4 matmuls in layers but the last 4 blocks (bf16, emulates nvfp4)'. A dry run, which looks at no
+    """'fp8_tensorwise matmuls in layers but the last 4 blocks (native fp8)'. A dry run, which looks at no
     device, does not know what is executed."""
     text = f"{config.low_precision} matmuls in {config.low_precision_scope}"
     counts = {"first": config.low_precision_skip_first, "last": config.low_precision_skip_last}
@@ -135,7 +135,7 @@ def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
     return text + (f" ({executed})" if executed else "")
 
 
-def describe_low_precision(config: TrainConfig, recipe: Recipe) -> dict[str, Any]:
+def describe_recipe(config: TrainConfig, recipe: Recipe) -> dict[str, Any]:
     """For the start-up report and the record: the recipe, what computes it, in how many layers."""
     if not recipe.linears:
         return {}

@@ -14,13 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 
 import torch
+import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from model import Transformer
-from ops.embedding import Embedding
-from ops.linear import Linear
 from training.configuration.keys import TrainConfig
 from training.strategies.replicated import Bucket
+from training.strategies.strategy import offer_sums
 
 
 def fusion_obstacle() -> str | None:
@@ -68,7 +68,7 @@ class FusedSums:
         self.groups: list = []  # FSDP's object for each unit
         self.sums: list[tuple] = []  # FSDP's object for each parameter, and the parameter's sum
         self.reduce_dtype = policy.reduce_dtype
-        of_weight: dict[torch.Tensor, torch.Tensor] = {}
+        of_weight: dict[nn.Parameter, torch.Tensor] = {}
         for unit in units:
             group = group_of(unit)
             self.groups.append(group)
@@ -80,10 +80,7 @@ class FusedSums:
                 self.sums.append((parameter, bucket.views[name]))
                 of_weight[parameter.sharded_param] = bucket.views[name]
             self.views |= bucket.views
-        for module in model.modules():
-            if isinstance(module, (Linear, Embedding)):
-                module.weight_grad = of_weight.get(module.weight)
-
+        offer_sums(model, of_weight)
         model.register_forward_pre_hook(lambda module, inputs: self._attach())  # after FSDP's own hook
 
     def _attach(self) -> None:

@@ -14,13 +14,12 @@ import torch.nn as nn
 
 from common.text import shorten
 from model import Transformer
-from ops.embedding import Embedding
-from ops.linear import Linear, refresh_weights
+from ops.linear import refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import Waits, World, start_together
-from training.strategies.strategy import Shard, norms
+from training.strategies.strategy import Shard, norms, offer_sums
 
 log = logging.getLogger("nanomfu")
 
@@ -188,17 +187,14 @@ class Replicated:
         return Shard.of(name, parameter, own, self.world.size, working_copy)
 
     def _connect_gradients(self) -> None:
-        """Makes the backward add each gradient in its bucket, and the optimizer find it there. A Linear and
-        an Embedding add theirs themselves; whatever else uses a parameter, autograd has its gradient."""
-        of_parameter: dict[torch.Tensor, torch.Tensor] = {}
+        """Makes the backward add each gradient in its bucket, and the optimizer find it there."""
+        of_parameter: dict[nn.Parameter, torch.Tensor] = {}
         for shard in self.trained:
             whole = self.views[shard.name]
             of_parameter[shard.parameter] = whole[: len(shard.parameter)] if shard.is_matrix else whole
             if shard.local.is_cuda and shard.local.dtype == torch.float32:
                 shard.local.grad_dtype = None  # any: ops/triton_kernels/adamw.py reads all
-        for module in self.module.modules():
-            if isinstance(module, (Linear, Embedding)):
-                module.weight_grad = of_parameter.get(module.weight)
+        offer_sums(self.module, of_parameter)
         message_of = {name: i for i, m in enumerate(self.messages) for bucket in m for name in bucket.views}
         for shard in self.trained:
             total = of_parameter[shard.parameter]

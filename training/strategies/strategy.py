@@ -110,6 +110,15 @@ class Strategy(Protocol):
         """Whether any gradient is not zero. Sync point."""
 
 
+def offer_sums(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Whoever adds its weight's gradient to a sum itself, in the matmul that computes it, declares
+    weight_grad and gets the sum. The gradients of all others, and of other uses of such a weight, are
+    autograd's."""
+    for module in model.modules():
+        if hasattr(module, "weight_grad"):
+            module.weight_grad = sums.get(module.weight)
+
+
 def norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Norm of this rank's gradients, a 0-d fp32 tensor."""
     return torch.linalg.vector_norm(norms(grads)).float()
