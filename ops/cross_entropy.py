@@ -39,7 +39,7 @@ def linear_cross_entropy(
     So this loss may be a term of a sum; but of a multiple of it all gradients are NaN, or `checks` refuses
     it. Without gradient_scale a multiple is right, too, and takes 4 bytes more for each weight of the head.
     """
-    weight, gradient = lm_head.weight.to(x.dtype), torch.is_grad_enabled()
+    (weight, *_), gradient = lm_head.operands(x.dtype), torch.is_grad_enabled()
     parts = x.flatten(0, 1), weight, targets.flatten()
     return LinearCrossEntropy.apply(*parts, lm_head, chunks, gradient, gradient_scale)
 

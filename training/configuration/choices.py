@@ -51,7 +51,7 @@ def is_module(value: object) -> bool:
 def find(key: str, name: str) -> Any:
     """The class that this value of the setting names. Raises UserError."""
     attribute, core = CHOICES[key]
-    path = core.get(name) or (name if is_module(name) else f"recipes.{name}")
+    path = core.get(name) or (name if is_module(name) else f"{_recipes().__name__}.{name}")
     try:
         found = getattr(importlib.import_module(path), attribute, None)
     except ImportError as error:
