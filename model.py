@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model_config import ModelConfig
-from ops.activation import Activation, Delta, drop, no_delta
+from ops.activation import Activation, Delta, call, drop, no_delta
 from ops.cross_entropy import GradientScale, linear_cross_entropy
 from ops.documents import Documents
 from ops.embedding import Embedding
@@ -57,11 +56,6 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> Tensor:
 
 
 # --- layers ---
-
-
-def call(part: Callable[..., Any], *inputs: Any) -> Any:
-    """How a layer runs a part of itself, if ops/recompute.py sets no other way."""
-    return part(*inputs)
 
 
 def make_norm(config: ModelConfig) -> RMSNorm:
@@ -132,7 +126,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.compute = feed_forward  # or what computes the same in another way
+        self.compute = feed_forward
         gated = config.ffn_type == "swiglu"
         self.activation = ACTIVATIONS[config.ffn_type, config.activation]
         self.up = Linear(config.n_embd, config.d_ff * (2 if gated else 1), bias=config.bias)
@@ -151,7 +145,7 @@ class Block(nn.Module):
         self.attn_norm, self.attn = make_norm(config), Attention(config, attend)
         self.ffn_norm, self.ffn = make_norm(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.compute = self.layers  # or what compile.py makes of it; hooks are around forward
+        self.compute = self.layers
 
     def forward(self, *inputs) -> tuple[Tensor, Delta]:
         return self.compute(*inputs)
@@ -175,7 +169,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-        self.compute_input = self.normed  # or its compiled form
+        self.compute_normed = self.normed
 
     def forward(
         self,
@@ -184,7 +178,7 @@ class Head(nn.Module):
         targets: Tensor | None = None,
         gradient_scale: GradientScale | None = None,
     ) -> Tensor:
-        x = self.compute_input(x, delta)
+        x = self.compute_normed(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks, gradient_scale)

@@ -1,4 +1,4 @@
-"""Differentiable operations of the model: their plain forms, their Triton kernels and their fp8 recipe.
+"""Differentiable operations of the model: their plain forms, their Triton kernels, fp8, and what a recipe is.
 
 The rule: an operation's file states it in plain PyTorch, which runs on a CPU and on the meta device, where
 FLOPs are counted. What that costs too much memory traffic on a GPU has a second form of the same noun in

@@ -10,7 +10,8 @@ plain().
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -51,6 +52,11 @@ class _FindAmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx, dx.abs().amax(-1).amax().float()  # by rows first: in the kernel that makes dx, if compiled
+
+
+def call(part: Callable[..., Any], *inputs: Any) -> Any:
+    """How a layer runs a part of itself, where nothing else is set (ops/recompute.py)."""
+    return part(*inputs)
 
 
 def drop(delta: Delta, dropout: nn.Dropout) -> Delta:

@@ -39,7 +39,8 @@ CHOICES = {
 
 def names_of(key: str) -> tuple[str, ...]:
     """What a setting may say, beside package.module."""
-    return (*CHOICES[key].core, *_recipes().NAMES.get(key, ()))
+    names = importlib.import_module(f"{_recipes().__name__}.names").NAMES
+    return (*CHOICES[key].core, *names.get(key, ()))
 
 
 def is_module(value: object) -> bool:

@@ -37,7 +37,7 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
         if is_recomputed(i, level):
             block.compute = _recomputed(block.compute, keep_rng=config.dropout > 0)
     if config.compile:
-        model.head.compute_input = _compiled(model.head.compute_input)
+        model.head.compute_normed = _compiled(model.head.compute_normed)
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:
