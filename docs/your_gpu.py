@@ -16,7 +16,7 @@ from training.configuration.keys import AUTO, ROOT, TrainConfig
 from training.configuration.rules import check
 from training.hardware.peaks import table_peak
 from training.memory.gpus import CARDS, card_memory
-from training.memory.micro_batch import FSDP, NUMBERS, REMEDIES, choose
+from training.memory.micro_batch import FSDP, NUMBERS, choose, remedies
 from training.records.expected_time import ASSUMED, expected_speed
 from training.records.utilization import count_flops
 
@@ -81,8 +81,10 @@ def _row(name: str, count: int) -> list[str]:
 def _fitting(name: str, count: int) -> Iterator[tuple[str, TrainConfig, dict[str, Any]]]:
     """(model, its settings with numbers, what was changed) of what fits, the largest and mildest first."""
     memory = card_memory(CARDS[name])
-    changes = REMEDIES if count == 1 else ({}, {"use_zero1": True}, *(FSDP | remedy for remedy in REMEDIES))
     for model, config in CONFIGS.items():
+        changes = remedies(config)
+        if count > 1:
+            changes = [{}, {"use_zero1": True}, *(FSDP | remedy for remedy in changes)]
         if not is_auto(config):
             free: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
             tokens = config.samples_per_iter(count) * config.block_size

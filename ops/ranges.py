@@ -18,6 +18,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 PREFIX = "nanomfu: "  # of a range in a trace; operators of ops/ begin with nanomfu::
 FORWARD, BACKWARD, BLOCK = "forward", "backward", "block"  # that something is inside of these is no name
+OPTIMIZER = "optimizer"
 
 P = ParamSpec("P")
 R = TypeVar("R")

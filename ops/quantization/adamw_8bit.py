@@ -15,7 +15,7 @@ A block is 256 elements of one row; the last one of a row may be shorter. Ranks 
 are the same for any strategy and number of ranks. Where rows are multiples of 256, they are torchao's.
 Vectors, and matrices of fewer than 4,096 elements, keep moments in fp32, as they do there.
 
-The functions are the plain form of ops/triton_kernels/adamw_8bit.py, with the same bits.
+ops/quantization/adamw.py has the update.
 
 R rows · C columns · B blocks of a row
 """
@@ -28,25 +28,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ops.quantization.random_bits import bf16_stochastically
-
 BLOCK = 256  # elements that share a scale
 SMALLEST = 4096  # elements of a matrix whose moments are quantized, at least
 BYTES = 1 + 4 / BLOCK  # of an element
 LEAST_SCALE = 1e-12  # of a block; torchao's, so that zeros can be divided by it
 DECADES = 7
-CHUNK = 2**22  # elements that the plain form updates at a time: its fp32 copies are some hundred MiB
-
-
-class Scalars(NamedTuple):
-    """What an update reads on the device, so that nothing waits and a capture follows changes: 0-d fp32."""
-
-    rate: torch.Tensor
-    grad_scale: torch.Tensor  # divides the gradient
-    found_inf: torch.Tensor  # 1: nothing is written
-    step: torch.Tensor  # the number of this update, for its random bits
-    correction1: torch.Tensor  # 1 - beta1^step
-    root2: torch.Tensor  # sqrt(1 - beta2^step)
 
 
 class Moment(NamedTuple):
@@ -65,13 +51,6 @@ def scales_shape(shape: torch.Size) -> torch.Size:
     """Of a moment of a weight (R, C)."""
     rows, columns = shape
     return torch.Size((rows, -(-columns // BLOCK)))
-
-
-def empty_moment(weight: torch.Tensor) -> Moment:
-    """Of zeros: whatever the codes stand for, the scales are 0."""
-    maps_on(weight.device)  # copied now: a capture must not
-    scales = torch.zeros(scales_shape(weight.shape), device=weight.device)
-    return Moment(torch.zeros_like(weight, dtype=torch.uint8), scales)
 
 
 # --- the maps ---
@@ -141,53 +120,3 @@ def dequantize(moment: Moment, signed: bool) -> torch.Tensor:
     codes, scales = moment
     numbers = maps_on(codes.device)[0 if signed else 2][codes.int()]
     return (_blocks(numbers) * scales[..., None]).flatten(1)[:, : codes.shape[1]]
-
-
-# --- the update ---
-
-
-def plain_adamw_8bit(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    mean: Moment,
-    square: Moment,
-    copy: torch.Tensor | None,
-    scalars: Scalars,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    rounding: tuple[torch.Tensor, int] | None = None,
-) -> None:
-    """AdamW's update of weight, mean and square in place, which also writes the weight to `copy`, if there is
-    one. weight, gradient, copy (R, C) may be fp32 or bf16. rounding: as in ops/triton_kernels/adamw.py."""
-    if not weight.numel():
-        return  # this rank may have no row of a sharded matrix
-    rows, columns = max(1, CHUNK // weight.shape[1]), weight.shape[1]
-    if rounding is not None:
-        key, start = rounding
-        key = key.clone()
-        key[1] = scalars.step
-    for first in range(0, len(weight), rows):
-        part = slice(first, first + rows)
-        moments = Moment(*(t[part] for t in mean)), Moment(*(t[part] for t in square))
-        w, m, v = _updated(weight[part], gradient[part], *moments, scalars, betas, eps, decay)
-        if rounding is not None and weight.dtype == torch.bfloat16:
-            w = bf16_stochastically(w, key, start=start + first * columns)
-        kept = (weight[part], *moments[0], *moments[1])
-        for old, new in zip(kept, (w, *quantize(m, True), *quantize(v, False)), strict=True):
-            old.copy_(torch.where(scalars.found_inf == 0, new.to(old.dtype), old))
-        if copy is not None:
-            copy[part].copy_(torch.where(scalars.found_inf == 0, weight[part].to(copy.dtype), copy[part]))
-
-
-def _updated(
-    weight, gradient, mean: Moment, square: Moment, scalars: Scalars, betas, eps: float, decay: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weight, mean, square) in fp32, with one rounding for each operation."""
-    w, m, v = weight.float(), dequantize(mean, True), dequantize(square, False)
-    g = gradient.float() / scalars.grad_scale
-    m = m + (1 - betas[0]) * (g - m)
-    v = v + (1 - betas[1]) * (g * g - v)
-    w = w - scalars.rate * decay * w
-    root = v.double().sqrt().float()  # torch's own root of fp32 is not rounded to the nearest on a CPU
-    return w - (scalars.rate / scalars.correction1) * m / (root / scalars.root2 + eps), m, v

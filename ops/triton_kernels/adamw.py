@@ -1,7 +1,7 @@
 """AdamW's update of one tensor on a GPU, in one pass that also writes the working copy of the weight.
 
-Its plain form is torch's: Kingma and Ba 2015, alg. 1, with the weight decay of Loshchilov and Hutter 2019,
-alg. 2. Bytes of a parameter, if all is fp32 but for a working copy in bf16:
+Its plain form, but for last bits, is ops/quantization/adamw.py. Bytes of a parameter, if all is fp32 but for
+a working copy in bf16:
 
     apart       28 for the update (reads weight, gradient and moments, writes all but the gradient),
                 4 because torch's fused kernel writes the scaled gradient back, 6 for the copy: 38
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.quantization.adamw_8bit import Scalars
+from ops.quantization.adamw import Scalars
 
 BLOCK, WARPS = 1024, 4  # as fast on an H200 as 8 warps, and faster than blocks of 2048 and 4096
 OF_A_COUNTER = tl.constexpr(8)  # elements: Philox makes 128 bits, and rounding to bf16 takes 16

@@ -1,9 +1,9 @@
 """AdamW's update of a matrix whose moments have 8 bits, in one pass: dequantize, update, quantize again.
 
-ops/quantization/adamw_8bit.py says how moments are stored, and has the plain form, with the same bits: no
-product and sum are fused here, and divisions and roots are rounded to the nearest. Bytes of a parameter,
-with weights, gradients and the model's copy in bf16, which is the weight itself: 10.1, of which 4.1 are the
-moments'; 16 in them are 22.
+ops/quantization/adamw_8bit.py says how moments are stored. The plain form (ops/quantization/adamw.py) has the
+same bits: no product and sum are fused here, and divisions and roots are rounded to the nearest. Bytes of a
+parameter, with weights, gradients and the model's copy in bf16, which is the weight itself: 10.1, of which
+4.1 are the moments'; 16 in them are 22.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.quantization.adamw_8bit import BLOCK, Moment, Scalars, maps_on, plain_adamw_8bit
+from ops.quantization.adamw import Scalars, plain_adamw
+from ops.quantization.adamw_8bit import BLOCK, Moment, maps_on
 from ops.triton_kernels.adamw import OF_A_COUNTER, rounded
 
 BLOCKS, WARPS = 4, 4  # of a program
@@ -97,11 +98,11 @@ def triton_adamw_8bit(
     decay: float,
     rounding: tuple[torch.Tensor, int] | None = None,
 ) -> None:
-    """plain_adamw_8bit() in one kernel. Its random bits begin at multiples of 8 elements, so rows of another
+    """plain_adamw() in one kernel. Its random bits begin at multiples of 8 elements, so rows of another
     width that are rounded stochastically take the plain form."""
     rows, columns = weight.shape
     if rounding is not None and columns % OF_A_COUNTER.value:
-        plain_adamw_8bit(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding)
+        plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding)
         return
     tensors = [weight, gradient, *mean, *square, weight if copy is None else copy]
     assert all(t.is_contiguous() for t in tensors), [(t.shape, t.stride()) for t in tensors]

@@ -139,6 +139,7 @@ WRONG_FIELDS = {
     "data.sources": [[7]],
     "data.packings": [[]],
     "run": [["../secret"]],
+    "tensors": [7, {"model.embed.weight": 1}, {"x": "F32 ()"}, {f"optimizer.{WEIGHT}.step": "F32 (1,)"}],
 }
 
 

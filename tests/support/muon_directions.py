@@ -1,6 +1,7 @@
 """Muon's update of one matrix whose gradient is as small as asked, in any dtype."""
 
 import torch
+from support.updates import update
 
 from training.configuration.keys import TrainConfig
 from training.optimization.muon import Muon
@@ -19,9 +20,10 @@ def direction(gradient: torch.Tensor, dtype: str) -> torch.Tensor:
     """Of a first update, without decay."""
     weight = torch.nn.Parameter(torch.zeros_like(gradient))
     config = TrainConfig(optimizer="muon", dtype=dtype, learning_rate=1.0, weight_decay=0.0)
-    optimizer = Muon([Shard("blocks.0.attn.out.weight", weight, weight)], config, None, {})
-    weight.grad = gradient.clone()
-    optimizer.step()
+    norm = torch.nn.Parameter(torch.ones(4))
+    optimizer = Muon([Shard("blocks.0.attn.out.weight", weight, weight), Shard("norm", norm, norm)], config)
+    weight.grad, norm.grad = gradient.clone(), torch.zeros(4)
+    update(optimizer, config.learning_rate)
     return -weight.detach()
 
 

@@ -30,16 +30,13 @@ def updated(settings: list[str], world: World) -> dict[str, tuple[int, torch.Ten
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
     scale, zero, rate = (torch.full((), value, device=world.device) for value in (2.0, 0.0, 0.02))
-    optimizer.grad_scale, optimizer.found_inf = scale, zero
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     for i in range(UPDATES):
         for number, shard in enumerate(strategy.shards):
             generator = torch.Generator().manual_seed(100 * i + number)
             whole = torch.randn(shard.parameter.shape, generator=generator).to(world.device)
             mine = whole.view(-1)[shard.start : shard.start + shard.local.numel()].view_as(shard.local)
             shard.local.grad = mine.to(shard.local.dtype)
-        optimizer.step()
+        optimizer.step(rate, scale, zero)
     return {shard.name: (shard.start, shard.local.detach().view(-1)) for shard in strategy.shards}
 
 

@@ -8,8 +8,9 @@ import itertools
 import torch
 from support import triton_interpreter
 from support.tensors import random
+from support.updates import empty_moment
 
-from ops.quantization import adamw_8bit
+from ops.quantization.adamw import plain_adamw
 from ops.quantization.random_bits import bf16_stochastically, weight_key
 from ops.triton_kernels import adamw
 
@@ -98,7 +99,7 @@ def eight_bit_updates(update, rows, columns, dtype, copies, rounding, device):
     gradient = (1e-3 * random(rows * columns + 1)[1:]).view(rows, columns).to(device, dtype)
     gradient[:, 5] *= 1e4  # beside it, squares have code 0
     copy = None if copies is None else torch.zeros_like(weight, dtype=copies)
-    moments = adamw_8bit.empty_moment(weight), adamw_8bit.empty_moment(weight)
+    moments = empty_moment(weight), empty_moment(weight)
     for step, found_inf in ((1, 0.0), (2, 0.0), (3, 1.0), (3, 0.0)):
         of_step = scalars(device, found_inf, step)
         update(weight, step * gradient, *moments, copy, of_step, BETAS, EPS, DECAY, rounding)
@@ -113,7 +114,7 @@ def assert_the_8_bit_kernel_equals_its_plain_form(device="cpu"):
         rounding = (KEY.to(device), start) if stochastic else None
         case = rows, columns, dtype, BF16 if dtype == FP32 else None, rounding
         ours = eight_bit_updates(triton_adamw_8bit, *case, device)
-        theirs = eight_bit_updates(adamw_8bit.plain_adamw_8bit, *case, "cpu" if rounding is None else device)
+        theirs = eight_bit_updates(plain_adamw, *case, "cpu" if rounding is None else device)
         for now, wanted in zip(ours, theirs, strict=True):
             assert torch.equal(now.cpu(), wanted.cpu()), case[:3]
 

@@ -8,10 +8,12 @@ import torch
 from support.checkpoint_parts import checkpoint_tensors
 from support.graphed_runs import build
 from support.helpers import TINY, make_dataset, write_config
+from support.updates import empty_moment
 
 from common.errors import UserError
 from ops.quantization import adamw_8bit
-from ops.quantization.adamw_8bit import Scalars, dequantize, empty_moment, plain_adamw_8bit, quantize
+from ops.quantization.adamw import Scalars, plain_adamw
+from ops.quantization.adamw_8bit import dequantize, quantize
 from training.checkpoints.plan import checkpoint_bytes
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
@@ -89,7 +91,7 @@ def test_fifty_updates_are_torchaos(betas):
     for step in range(1, 51):
         noise = torch.randn(shape, generator=generator)
         gradient = sizes * (noise + noise.sign())
-        plain_adamw_8bit(ours, gradient, mean, square, None, scalars(step, betas), betas, EPS, DECAY)
+        plain_adamw(ours, gradient, mean, square, None, scalars(step, betas), betas, EPS, DECAY)
         about = torch.tensor(RATE), *betas, DECAY, EPS, True, False
         number = torch.tensor(float(step))
         adam.single_param_adam(theirs, gradient, number, their_mean, their_square, None, *about)
@@ -116,7 +118,7 @@ def test_an_outlier_column_leaves_its_neighbors_updates_bounded(outlier, betas):
         gradient[:, 100:200] *= step < 30  # then they have none, and their means decay
         gradient[:, 7] *= outlier
         before = weight.clone()
-        plain_adamw_8bit(weight, gradient, mean, square, None, scalars(step, betas), betas, EPS, 0.0)
+        plain_adamw(weight, gradient, mean, square, None, scalars(step, betas), betas, EPS, 0.0)
         largest = max(largest, (weight - before).abs().max().item())
         if step == 20:
             square.codes[square.codes == 1] = 0
@@ -132,13 +134,11 @@ def test_a_refused_update_changes_no_bit_and_a_divisor_divides(columns):
         copy = torch.zeros(shape, dtype=torch.bfloat16)
         for step, gradient in enumerate(gradients(shape, 3), start=1):
             about = (0.9, 0.95), EPS, DECAY
-            plain_adamw_8bit(
-                weight, divisor * gradient, mean, square, copy, scalars(step, scale=divisor), *about
-            )
+            plain_adamw(weight, divisor * gradient, mean, square, copy, scalars(step, scale=divisor), *about)
             if weight is bad:
                 kept = [tensor.clone() for tensor in (weight, *mean, *square, copy)]
                 refused = scalars(step + 1, found_inf=1.0)
-                plain_adamw_8bit(weight, gradient * math.nan, mean, square, copy, refused, *about)
+                plain_adamw(weight, gradient * math.nan, mean, square, copy, refused, *about)
                 for now, was in zip((weight, *mean, *square, copy), kept, strict=True):
                     assert torch.equal(now, was)
         assert torch.equal(copy, weight.bfloat16())
@@ -150,7 +150,7 @@ def test_vectors_and_matrices_below_4096_numbers_keep_moments_in_fp32():
     shards = [Shard(str(s), p, p) for s, p in ((s, torch.nn.Parameter(torch.zeros(s))) for s in shapes)]
     optimizer = build_optimizer(shards, TrainConfig(device="cpu", adam_dtype="8bit"))
     for shard, dtype in zip(shards, shapes.values(), strict=True):
-        state = optimizer.state[shard.local]
+        state = optimizer.kept(shard)
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype, shard.name
         assert ("exp_avg_scale" in state) == (dtype == torch.uint8)
 
@@ -248,8 +248,8 @@ def test_the_estimate_counts_what_is_allocated(dataset):
     keys = {"dtype": "bfloat16", "param_dtype": "bfloat16", "n_embd": 256, "d_ff": 512, "vocab_size": 512}
     for adam, sums in itertools.product(("float32", "8bit"), ("float32", "bfloat16")):
         parts = build(dataset, **keys, adam_dtype=adam, gradient_dtype=sums)
-        strategy, state = parts.state.strategy, parts.state.optimizer.state
-        moments = [t for s in strategy.shards for name, t in state[s.local].items() if name != "step"]
+        strategy, optimizer = parts.state.strategy, parts.state.optimizer
+        moments = [t for s in strategy.shards for name, t in optimizer.kept(s).items() if name != "step"]
         items = estimate_memory(parts.config, 1)
         held = sum(t.nbytes for t in moments) / 2**30
         assert items[f"Adam moments ({adam})"] == pytest.approx(held, rel=0.03)

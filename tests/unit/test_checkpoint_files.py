@@ -23,8 +23,7 @@ from support.checkpoint_parts import (
     save,
     sign,
 )
-from support.helpers import ROOT, checkpoint_tensors
-from training.optimization.low_precision_state import DelayedScaling
+from support.helpers import ROOT, checkpoint_tensors, edit_json
 
 from common.errors import UserError
 from training.checkpoints.loading import load_checkpoint, load_weights
@@ -314,9 +313,31 @@ def test_halves_that_are_no_pairs_are_damage(tmp_path, shape):
     assert "the rows of model.blocks.0.ffn.up.other are not pairs" in refused(folder)
 
 
-@pytest.mark.parametrize("version", [1, 5])
+@pytest.mark.parametrize(
+    "keys", [{}, {"optimizer": "muon"}, {"adam_dtype": "bfloat16"}, {"adam_dtype": "8bit"}]
+)
+def test_formats_that_list_no_tensors_must_have_what_their_optimizer_keeps(tmp_path, keys):
+    """Format 4 was that of Muon."""
+    config = make_config(tmp_path / "out", n_embd=64, d_ff=64, n_head=4, **keys)
+    state = make_state(config)
+    folder, version = save(make_saver(config, state), 3), 4 if keys.get("optimizer") else 3
+    older = copy_checkpoint(folder, tmp_path, 3, format=version, tensors={})
+    assert damage(older) == []
+    found = make_state(config, seed=9)
+    load_checkpoint(older, found)
+    assert all(torch.equal(tensor, copies(state)[name]) for name, tensor in found.tensors().items())
+    of_another = {"optimizer": "adamw", "adam_dtype": "float32"} if keys else {"adam_dtype": "bfloat16"}
+    content = json.loads((older / "state.json").read_text())["config"]
+    for wrong in (of_another, {"optimizer": "support.lion"}, {"adam_dtype": 4}):
+        edit_json(older / "state.json", config=content | wrong)
+        sign(older)
+        (problem,) = damage(older)
+        assert "optimizer" in problem
+
+
+@pytest.mark.parametrize("version", [1, 6])
 def test_another_format_is_named_and_not_set_aside(folder, version):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": version}))
-    assert f"has checkpoint format {version}; this version of nanoMFU reads 2, 3, 4" in refused(folder)
+    assert f"has checkpoint format {version}; this version of nanoMFU reads 2, 3, 4, 5" in refused(folder)
     assert damage(folder) == []

@@ -143,6 +143,7 @@ def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
     assert len(key.help) > 9 and key.help == key.help.strip(" .")
     assert type(key.default) in key.types or key.default in key.words
     assert key.default in key.choices or not key.choices
+    assert key.below is None or key.default < key.below
     unbounded = key.minimum is None or key.default is None or key.default in key.words
     assert unbounded or key.default >= key.minimum
 

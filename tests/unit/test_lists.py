@@ -88,11 +88,13 @@ def state_of_two_ranks(replicas: int, copies: bool, size: int = 2, parts: int = 
             working[name] = parameter.data
     strategy = SimpleNamespace(shards=shards, parts=parts, working_copies=lambda: working)
     return SimpleNamespace(
-        strategy=strategy, optimizer=SimpleNamespace(state=adam), world=World(0, 0, size, CPU)
+        strategy=strategy,
+        optimizer=SimpleNamespace(kept=lambda shard: adam[shard.local]),
+        world=World(0, 0, size, CPU),
     )
 
 
-MOMENTS = ["w", "w.exp_avg", "w.exp_avg_sq", "b", "b.exp_avg", "b.exp_avg_sq"]
+MOMENTS = [f"{w}{kept}" for w in ("w", "b") for kept in ("", ".exp_avg", ".exp_avg_sq", ".step")]
 WORKING = ["w (working weights)", "b (working weights)"]
 
 

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from support.graphed_runs import build
 from support.helpers import TINY, make_dataset
+from support.updates import update
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
 from common.errors import UserError
-from ops.quantization.adamw_8bit import Scalars
+from ops.quantization.adamw import Scalars
 from ops.quantization.random_bits import WEIGHTS
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.optimization.adamw import OnePassAdamW, _bias_corrections
+from training.optimization.adamw import AdamW, _bias_corrections
 from training.optimization.optimizer import build_optimizer
 from training.process.world import World
 from training.strategies.parallelize import parallelize
@@ -59,14 +60,10 @@ def triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", found)
 
 
-def one_pass(optimizer: torch.optim.AdamW, shards: list[Shard]) -> OnePassAdamW:
-    """The optimizer that a GPU would have in place of this one, with the same state and rate."""
-    keys = ("params", "weight_decay", "lr")
-    groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]
-    copies = {shard.local: shard.working_copy for shard in shards}
-    made = OnePassAdamW(groups, copies, optimizer.defaults["lr"], optimizer.defaults["betas"])
-    made.state = optimizer.state
-    return made
+def one_pass(optimizer: AdamW) -> AdamW:
+    """The same, as a GPU would have it."""
+    optimizer.on_gpu = optimizer.writes_copies = True
+    return optimizer
 
 
 # --- the update ---
@@ -90,39 +87,31 @@ def test_the_norm_of_millions_of_gradients_is_that_of_doubles():
 
 
 def test_each_weight_has_its_own_step_rate_decay_and_bias_correction():
-    weights = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (6, 4)]
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 12).view(shape)) for shape in ((12,), (4, 3))]
     others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
-    ours = OnePassAdamW(
-        [{"params": [weight], "weight_decay": 0.1 * i} for i, weight in enumerate(weights)],
-        dict.fromkeys(weights),
-        1e-2,
-        (0.9, 0.999),
-    )
+    shards = [Shard(f"w{i}", weight, weight) for i, weight in enumerate(weights)]
+    ours = one_pass(AdamW(shards, TrainConfig(beta2=0.999, weight_decay=0.1)))
     theirs = torch.optim.AdamW(
         [{"params": [weight], "weight_decay": 0.1 * i} for i, weight in enumerate(others)], betas=(0.9, 0.999)
     )
-    for weight in weights:
-        zeros = [torch.zeros_like(weight) for _ in range(2)]
-        ours.state[weight] = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
     for i in range(6):
         for weight, other in zip(weights, others, strict=True):
             late = weight is weights[1] and i < 2  # its step is behind that of the other
             other.grad = None if late else torch.full_like(other, 10.0 ** (i % 3 - 1))
             weight.grad = None if late else 4 * other.grad
-        ours.grad_scale, rate = torch.tensor(4.0), 1e-2 / (1 + i)
-        for group, other_group in zip(ours.param_groups, theirs.param_groups, strict=True):
-            group["lr"], other_group["lr"] = torch.tensor(rate) if i % 2 else rate, rate
-        ours.found_inf = torch.tensor(0.0)
-        ours.step()
+        ours.shards = [shard for shard in shards if shard.local.grad is not None]
+        rate = 1e-2 / (1 + i)
+        for group in theirs.param_groups:
+            group["lr"] = rate
+        update(ours, rate, 4.0)
         theirs.step()
         before = [weight.detach().clone() for weight in weights]
-        ours.found_inf = torch.tensor(1.0)
-        ours.step()
+        update(ours, rate, 4.0, found_inf=1.0)
         assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
-    for weight, other in zip(weights, others, strict=True):
-        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-8)
+    for shard, other in zip(shards, others, strict=True):
+        torch.testing.assert_close(shard.local, other, rtol=1e-6, atol=1e-8)
         for name, expected in theirs.state[other].items():
-            torch.testing.assert_close(ours.state[weight][name], expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(ours.kept(shard)[name], expected, rtol=1e-6, atol=1e-9)
 
 
 # --- which optimizer a device has ---
@@ -149,8 +138,8 @@ def test_a_gpu_s_optimizer_keeps_what_a_cpu_s_keeps(triton, param_dtype, adam_dt
     kept = []
     for shards in (gpu_shards(dtype), on_cpu):
         optimizer = build_optimizer(shards, config)
-        assert isinstance(optimizer, OnePassAdamW) == (shards is not on_cpu)
-        states = [optimizer.state[shard.local] for shard in shards]
+        assert optimizer.writes_copies == (shards is not on_cpu)
+        states = [optimizer.kept(shard) for shard in shards]
         kept.append([{name: (t.dtype, t.shape) for name, t in state.items()} for state in states])
     assert kept[0] == kept[1]
 
@@ -176,19 +165,17 @@ def test_the_kernel_gets_each_weights_key_place_and_count_of_updates(triton, mon
     shards = [replace(shard, start=24) for shard in gpu_shards(torch.bfloat16)]
     config = TrainConfig(param_dtype="bfloat16", weight_rounding="stochastic")
     optimizer = build_optimizer(shards, config)
-    assert isinstance(optimizer, OnePassAdamW)
     for shard in shards:
         shard.local.grad = torch.ones_like(shard.local)
     for found_inf in (0.0, 0.0, 1.0, 0.0):
-        optimizer.found_inf = torch.tensor(found_inf)
-        optimizer.step()
+        update(optimizer, found_inf=found_inf)
     assert [step for _, step, *_ in calls] == [1, 1, 2, 2, 2, 2, 3, 3]
     for number, (weight, _, key, start) in enumerate(calls[:2]):
         assert weight is shards[number].local
         assert key[3] == WEIGHTS + number and start == 24
     assert calls[0][2][0] == calls[1][2][0] and 0 <= calls[0][2][0]
     monkeypatch.setattr(module, "triton_adamw", lambda *arguments: calls.append(arguments[-1]))
-    build_optimizer(shards, replace(config, weight_rounding="nearest")).step()
+    update(build_optimizer(shards, replace(config, weight_rounding="nearest")))
     assert calls[-2:] == [None, None]
 
 
@@ -219,7 +206,7 @@ def test_the_update_writes_the_copies_and_publish_copies_only_after_loading(data
     keys = {"dtype": dtypes[0], "param_dtype": dtypes[1]}
     parts, reference = (build(dataset, **keys) for _ in range(2))
     shards = parts.state.strategy.shards
-    parts.step.optimizer = one_pass(parts.step.optimizer, shards)
+    one_pass(parts.step.optimizer)
     ours, theirs = copied(parts, monkeypatch), copied(reference, monkeypatch)
     for i in range(4):
         batch = parts.loader.next()
@@ -252,13 +239,13 @@ def test_a_working_copy_is_the_memory_that_the_model_computes_with(world, use_ze
     config = TrainConfig(**{**TINY, "vocab_size": 65, "dtype": dtype, "use_zero1": use_zero1})
     model = model_builder.build_model(config.model_config(), dtype=DTYPES[dtype]).init_weights("cpu", 0)
     strategy = parallelize(model, config, world)
-    optimizer = one_pass(build_optimizer(strategy.shards, config), strategy.shards)
+    optimizer = one_pass(build_optimizer(strategy.shards, config))
     for shard in strategy.shards:
         has_copy = shard.is_matrix and (use_zero1 or dtype == "bfloat16")
         assert (shard.working_copy is not None) == has_copy, shard.name
         shard.local.grad = torch.ones_like(shard.local)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step()
+    update(optimizer)
     assert_copies_are_the_rounded_weights(strategy.shards)
     for shard in strategy.shards:
         changed = (shard.parameter != before[shard.name]).flatten(1 if shard.is_matrix else 0).any(-1)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from support.helpers import TINY
+from support.updates import update
 
 from common.errors import UserError
 from model_builder import build_model
+from ops.quantization import adamw as plain
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.optimization import adamw
-from training.optimization.adamw import MixedAdamW
 from training.optimization.optimizer import build_optimizer, describe_optimizer
 from training.strategies.strategy import Shard
 
@@ -38,31 +39,36 @@ def give_gradients(made: list[Shard], step: int) -> None:
         shard.local.grad = gradient.to(shard.local.dtype)
 
 
-def update(optimizer, rate=1e-2, scale=4.0, overflow=0.0) -> None:
-    """As training/optimization/step.py calls it."""
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(overflow)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
+class TorchAdamW:
+    """torch's fused one, driven as ours."""
+
+    def __init__(self, made: list[Shard]):
+        self.shards = made
+        groups = [
+            {"params": [s.local for s in made if s.is_matrix], "weight_decay": 0.1},
+            {"params": [s.local for s in made if not s.is_matrix], "weight_decay": 0.0},
+        ]
+        self.engine = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+    def kept(self, shard):
+        return self.engine.state[shard.local]
+
+    def step(self, rate, divisor, found_inf):
+        self.engine.grad_scale, self.engine.found_inf = divisor, found_inf
+        for group in self.engine.param_groups:
+            group["lr"] = rate  # a tensor: a Python number would have other bits
+        self.engine.step()
 
 
 def train(made: list[Shard], optimizer, steps=range(STEPS)) -> None:
     for step in steps:
         give_gradients(made, step)
-        update(optimizer, rate=1e-2 / (1 + step))
-
-
-def torch_adamw(made: list[Shard]) -> torch.optim.AdamW:
-    groups = [
-        {"params": [s.local for s in made if s.is_matrix], "weight_decay": 0.1},
-        {"params": [s.local for s in made if not s.is_matrix], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+        update(optimizer, 1e-2 / (1 + step), 4.0)
 
 
 def tensors(made: list[Shard], optimizer) -> dict[str, torch.Tensor]:
     """Copies of all weights and of all that the optimizer keeps."""
-    state = {f"{s.name}.{k}": t.clone() for s in made for k, t in optimizer.state[s.local].items()}
+    state = {f"{s.name}.{k}": t.clone() for s in made for k, t in optimizer.kept(s).items()}
     return state | {s.name: s.local.detach().clone() for s in made}
 
 
@@ -72,8 +78,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
     ours, theirs = shards(), shards()
-    optimizer, reference = build_optimizer(ours, config()), torch_adamw(theirs)
-    assert type(optimizer) is torch.optim.AdamW
+    optimizer, reference = build_optimizer(ours, config()), TorchAdamW(theirs)
     train(ours, optimizer)
     train(theirs, reference)
     expected = tensors(theirs, reference)
@@ -81,17 +86,16 @@ def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
 
 
 @pytest.mark.parametrize("part", [1, 5, 2**22])
-def test_mixed_adamw_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch, part):
+def test_the_plain_form_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch, part):
     """Also in parts, of which the last may be shorter."""
-    monkeypatch.setattr(adamw, "CHUNK", part)
+    monkeypatch.setattr(plain, "CHUNK", part)
+    monkeypatch.setattr(adamw, "fused_adamw", plain.plain_adamw)
     ours, theirs = shards(), shards()
-    plain, reference = build_optimizer(ours, config()), torch_adamw(theirs)
-    mixed = MixedAdamW(plain.param_groups, 1e-2, (0.9, 0.95))
-    mixed.state = plain.state
-    train(ours, mixed)
+    optimizer, reference = build_optimizer(ours, config()), TorchAdamW(theirs)
+    train(ours, optimizer)
     train(theirs, reference)
     expected = tensors(theirs, reference)
-    for name, tensor in tensors(ours, mixed).items():
+    for name, tensor in tensors(ours, optimizer).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
 
 
@@ -107,7 +111,7 @@ def test_bf16_storage_follows_fp32_within_its_rounding(dtypes, weights, moments)
     """bf16 has 8 significant bits: rounding to nearest is at most 2^-9 = 0.2 % off, at every update."""
     settings = config(**dtypes)
     ours, theirs = shards(torch.bfloat16 if "param_dtype" in dtypes else torch.float32), shards()
-    optimizer, reference = build_optimizer(ours, settings), torch_adamw(theirs)
+    optimizer, reference = build_optimizer(ours, settings), TorchAdamW(theirs)
     train(ours, optimizer)
     train(theirs, reference)
     found, expected = tensors(ours, optimizer), tensors(theirs, reference)
@@ -127,8 +131,8 @@ def test_the_record_names_the_optimizer_that_is_built(dtypes, param_dtype):
     settings = TrainConfig(**{**TINY, **keys})
     built = build_optimizer(shards(getattr(torch, param_dtype)), settings)
     said = describe_optimizer(build_model(settings.model_config()), settings)["type"]
-    assert said == adamw.NAMES[type(built)]
-    assert ("copies" in said) == (isinstance(built, MixedAdamW))
+    form = built._form(torch.zeros(1))
+    assert form is {adamw.FUSED: adamw.fused_adamw, adamw.PLAIN: plain.plain_adamw}[said]
 
 
 STOCHASTIC = {"param_dtype": "bfloat16", "adam_dtype": "bfloat16", "weight_rounding": "stochastic"}
@@ -141,12 +145,12 @@ def test_a_second_moment_in_bf16_forgets_at_every_beta_that_is_allowed():
         made = shards()
         optimizer = build_optimizer(made, config(adam_dtype="bfloat16", beta2=beta2, **keys))
         train(made, optimizer, range(1))
-        square = optimizer.state[made[0].local]["exp_avg_sq"]
+        square = optimizer.kept(made[0])["exp_avg_sq"]
         before = square.float().clone()
         for _ in range(300):
             for shard in made:
                 shard.local.grad = torch.zeros_like(shard.local)
-            update(optimizer)
+            update(optimizer, 1e-2)
         return (square.float().sum() / before.sum()).item()
 
     assert forgotten(0.95) < 1e-6
@@ -170,10 +174,11 @@ def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
     made = shards(torch.bfloat16 if "param_dtype" in dtypes else torch.float32)
     optimizer = build_optimizer(made, config(**dtypes))
     give_gradients(made, 0)
+    scalars = torch.tensor(1e-2), torch.tensor(4.0), torch.tensor(0.0)
 
     def refuse(*_):
         raise AssertionError("a tensor's value was read")
 
     for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    update(optimizer, torch.tensor(1e-2))
+    optimizer.step(*scalars)

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from support.graphed_runs import build
 from support.helpers import TINY, make_dataset
+from support.updates import update
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
-from ops.quantization import adamw_8bit, random_bits
-from training.checkpoints.train_state import moments_of
+from ops.quantization import adamw, random_bits
 from training.configuration.keys import TrainConfig
-from training.optimization import adamw
 from training.optimization.optimizer import build_optimizer, describe_optimizer
 from training.process.world import World
 from training.strategies.parallelize import parallelize
@@ -56,17 +55,18 @@ def updated(world: World, **keys) -> list[tuple[Shard, list[torch.Tensor]]]:
     model = model_builder.build_model(config.model_config(), dtype=torch.bfloat16).init_weights("cpu", 0)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
-    for update in range(UPDATES):
-        generator = torch.Generator().manual_seed(update)
+    for number in range(UPDATES):
+        generator = torch.Generator().manual_seed(number)
         for shard in strategy.shards:
             whole = torch.randn(shard.parameter.shape, generator=generator).bfloat16().flatten()
             mine = whole[shard.start :][: shard.local.numel()]
             shard.local.grad = mine.view(shard.local.shape).clone()
-        optimizer.step()
-    states = [moments_of(optimizer.state[shard.local]).values() for shard in strategy.shards]
-    return [
-        (shard, [shard.local.detach(), *state]) for shard, state in zip(strategy.shards, states, strict=True)
-    ]
+        update(optimizer, config.learning_rate)
+    return [(shard, [shard.local.detach(), *moments_of(optimizer, shard)]) for shard in strategy.shards]
+
+
+def moments_of(optimizer, shard: Shard) -> list[torch.Tensor]:
+    return [tensor for name, tensor in optimizer.kept(shard).items() if name != "step"]
 
 
 @pytest.fixture(scope="module", params=MOMENTS)
@@ -99,8 +99,7 @@ def test_every_division_among_ranks_makes_the_weights_of_one_process(moments, by
 
 
 def test_the_chunks_of_a_tensor_do_not_matter(moments, by_one_process, monkeypatch):
-    for module in (adamw, adamw_8bit):
-        monkeypatch.setattr(module, "CHUNK", 700)
+    monkeypatch.setattr(adamw, "CHUNK", 700)
     with rank_of(1, 0, 1) as world:
         for (shard, ours), (_, theirs) in zip(updated(world, **moments), by_one_process, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), shard.name
@@ -119,12 +118,12 @@ def test_no_two_weights_moments_updates_or_seeds_share_their_bits():
         optimizer, rows = build_optimizer(shards, config), []
         for _ in range(updates):
             for shard in shards:
-                state = optimizer.state[shard.local]
+                state = optimizer.kept(shard)
                 shard.local.data.fill_(1.0)
                 shard.local.grad = torch.full_like(shard.local, 1.04)  # moments between two bf16 numbers
                 state["exp_avg"].fill_(1.0), state["exp_avg_sq"].fill_(1.0)
-            optimizer.step()
-            tensors = [[s.local, *list(optimizer.state[s.local].values())[1:]] for s in shards]
+            update(optimizer, config.learning_rate)
+            tensors = [[s.local, *moments_of(optimizer, s)] for s in shards]
             rows += [tuple((t == t.max()).flatten().tolist()) for of_one in tensors for t in of_one]
         return rows
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ops.quantization import adamw_8bit
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import checkpoint_interval
+from training.optimization.optimizer import kept_bytes
 
 SAVE_NONE = "--always_save_checkpoint=False --eval_interval=0"  # to be added to a command
 
@@ -51,12 +51,8 @@ def may_save_last_best(config: TrainConfig) -> bool:
 
 
 def checkpoint_bytes(parameters: int, config: TrainConfig) -> int:
-    """The size of one, except for a few kilobytes: each parameter with its two moments, or Muon's one."""
-    eight_bit = config.adam_dtype == "8bit"
-    moment = adamw_8bit.BYTES if eight_bit else DTYPES[config.adam_dtype].itemsize
-    model = config.model_config()
-    muons = model.n_layer * model.block_matrices if config.optimizer == "muon" else 0
-    return round(parameters * (DTYPES[config.param_dtype].itemsize + 2 * moment) + muons * (4 - 2 * moment))
+    """The size of one, except for a few kilobytes: the weights, and what the optimizer keeps of them."""
+    return parameters * DTYPES[config.param_dtype].itemsize + sum(kept_bytes(config).values())
 
 
 def _when(config: TrainConfig, iterations: int, seconds: float, ends: bool) -> str:

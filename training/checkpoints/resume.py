@@ -22,6 +22,7 @@ from typing import Any
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
+from common.text import shown
 from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
 from training.checkpoints.folder import check_aside, find_checkpoint, named_step, rename_damaged, step_folders
@@ -33,6 +34,7 @@ from training.checkpoints.verification import damage, damaged
 from training.configuration.batch import EVAL_BATCH
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.other_names import removed_settings
+from training.optimization.optimizer import optimizer_class
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.agreement import from_main
 from training.process.launch import may_restart, restart_count
@@ -44,7 +46,7 @@ log = logging.getLogger("nanomfu")
 # where and how a run is started does not change what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
-BEFORE = {"optimizer": "adamw"}  # what checkpoints have that are older than a guarded key
+BEFORE = {"optimizer": KEYS["optimizer"].default}  # what checkpoints have that are older than a guarded key
 EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
 
 
@@ -122,7 +124,8 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
-        config = _with_windows(_with_optimizer(checkpoint, BEFORE | saved.config, config), saved.config)
+        check_optimizer(checkpoint, BEFORE | saved.config, config)
+        config = _with_windows(config, saved.config)
         config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
         is_other_run = not config.eval_only and refuse_changes(checkpoint, saved, config, world.size, data)
@@ -148,10 +151,11 @@ def load_resume(resume: Resume, state: TrainState) -> Progress:
     Raises UserError."""
     if resume.checkpoint is None:
         return Progress(0, 0)
-    other_optimizer = "optimizer" in resume.changed
-    progress = load_checkpoint(resume.checkpoint, state, without_optimizer=other_optimizer)
-    if other_optimizer:
-        log.warning("The other optimizer begins with moments of zero, and so does AdamW's part")
+    afresh = "optimizer" in resume.changed and not resume.config.eval_only
+    if afresh:
+        log.warning("The other optimizer begins with moments of zero")
+    weights_alone = afresh or resume.config.eval_only
+    progress = load_checkpoint(resume.checkpoint, state, without_optimizer=weights_alone)
     if resume.is_other_run and state.update_guard:
         state.update_guard.forget()  # losses and norms may be others now, and no spikes
     return progress
@@ -213,22 +217,18 @@ def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) ->
         )
 
 
-def _with_optimizer(folder: Path, saved: dict[str, Any], config: TrainConfig) -> TrainConfig:
-    """For an evaluation, with the checkpoint's optimizer and adam_dtype. Raises UserError where only one of
-    both has moments of 8 bits: they have scales beside them."""
-    if config.eval_only:
-        known = {name: saved[name] for name in ("optimizer", "adam_dtype") if name in saved}
-        known = {name: value for name, value in known.items() if value in KEYS[name].choices}
-        return replace(config, **known)
-    moments = saved.get("adam_dtype", "float32")
-    same = moments == config.adam_dtype or "8bit" not in (moments, config.adam_dtype)
-    if same or saved["optimizer"] != config.optimizer:  # another optimizer begins with its own
-        return config
-    raise UserError(
-        f"{folder} has Adam moments with adam_dtype={moments!r}, but this run has "
-        f"adam_dtype={config.adam_dtype!r}, and moments of 8 bits are not converted; go on with "
-        f"--adam_dtype={moments}"
-    )
+def check_optimizer(folder: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+    """Raises UserError if this run's optimizer keeps its tensors in another form than the checkpoint has, and
+    cannot convert them. Another optimizer begins with its own, and an evaluation needs none."""
+    if config.eval_only or saved["optimizer"] != config.optimizer:
+        return
+    for key, values in optimizer_class(config).unconverted.items():
+        was, now = saved.get(key, KEYS[key].default), getattr(config, key)
+        if was != now and (was in values or now in values):
+            raise UserError(
+                f"{folder} has what the optimizer keeps with {key}={shown(was)}, but this run has "
+                f"{key}={now!r}, and that is not converted; go on with --{key}={was}"
+            )
 
 
 def _with_windows(config: TrainConfig, saved: dict[str, Any]) -> TrainConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
@@ -18,12 +18,11 @@ from model_config import ModelConfig
 from training.checkpoints.train_state import Progress
 from training.configuration.other_names import todays_settings
 
-FORMAT = 3
-HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up
-MUON_FORMAT = (
-    4  # as 3, but matrices of blocks have a momentum: earlier versions must not take that for damage
-)
-FORMATS = (HALVES_FORMAT, FORMAT, MUON_FORMAT)
+FORMAT = 5
+# 2, 3 and 4 list no tensors: verification.py knows what they must have. In 2, ffn.up of a gated model has all
+# rows of gate, then all rows of up
+HALVES_FORMAT = 2
+FORMATS = (HALVES_FORMAT, 3, 4, FORMAT)
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset
 MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
@@ -46,6 +45,8 @@ class SavedState(Progress):
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
+    # weights and what the optimizer keeps: name -> dtype and shape
+    tensors: dict[str, str] = field(default_factory=dict)
 
 
 def step_number(folder: Path) -> int | None:
@@ -114,6 +115,7 @@ FIELDS = {
     "run": (str,),
     "measure": Optional(TEXT),
     "measured_since": Optional(0),
+    "tensors": Optional(Each((str,))),
 }
 
 
@@ -136,7 +138,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         _check(f"data.sources[{number}]" if "sources" in data else "data", source, SOURCE)
     if content.get("pretrained") is not None:
         _check("pretrained", content["pretrained"], WEIGHTS)
-    values = {field.name: content[field.name] for field in fields(SavedState) if field.name in content}
+    values = {one.name: content[one.name] for one in fields(SavedState) if one.name in content}
     return SavedState(**{**values, "model_config": _model_config(model_config)})
 
 

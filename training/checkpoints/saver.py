@@ -31,7 +31,7 @@ from common.errors import RunError, UserError
 from common.json_file import read_json
 from training.checkpoints.folder import MANIFEST, delete, delete_remains, move_aside
 from training.checkpoints.retention import Retention
-from training.checkpoints.saved_state import FORMAT, MUON_FORMAT, STATE
+from training.checkpoints.saved_state import FORMAT, STATE
 from training.checkpoints.staging import Staging, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
@@ -96,10 +96,11 @@ class Saver:
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
         self.facts = {
-            "format": MUON_FORMAT if config.optimizer == "muon" else FORMAT,
+            "format": FORMAT,
             "world_size": self.world.size,
             "config": redact_all(config.to_dict(), without_logins),  # else the truth: a resume compares it
             "model_config": config.model_config().to_dict(),
+            "tensors": state.described(),
             **facts,
         }
         self.retention = Retention(config.keep_last)

@@ -19,26 +19,28 @@ import torch
 
 from common.errors import UserError
 from ops.recipe import Recipe
-from training.checkpoints.tensor_files import Part
-from training.optimization.muon import MuonAndAdamW
+from training.checkpoints.tensor_files import NAMES, Part
+from training.optimization.optimizer import Optimizer
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
 from training.strategies.strategy import Shard, Strategy
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight, beside the number of its steps
-SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # beside moments of 8 bits
-MOMENTUM = "momentum"  # what Muon keeps of each weight
 WEIGHT = "model."  # begins the names of weights in a checkpoint
 
 
-def moments_of(kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adam's moments of a weight, with their scales, if they have 8 bits, or Muon's momentum."""
-    return {name: kept[name] for name in (*MOMENTS, *SCALES.values(), MOMENTUM) if name in kept}
+def kept_name(weight: str, name: str) -> str:
+    """In a checkpoint, of what the optimizer keeps of a weight."""
+    return f"optimizer.{weight}.{name}"
+
+
+def described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """As state.json lists a tensor: 'F32 (128, 64)'."""
+    return f"{NAMES[dtype]} {tuple(shape)}"
 
 
 def part_of(shard: Shard, name: str, tensor: torch.Tensor) -> Part:
-    """The place of a tensor that has the rows of shard.local."""
+    """The place of a tensor that has the rows of shard.local, or of a number."""
     return Part.of(name, tensor, shard.start // shard.parameter.shape[1:].numel())
 
 
@@ -66,7 +68,7 @@ class TrainState:
     def __init__(
         self,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer | MuonAndAdamW,
+        optimizer: Optimizer,
         loss_scale: LossScale,
         world: World,
         update_guard: UpdateGuard | None = None,
@@ -77,15 +79,20 @@ class TrainState:
 
     def parts(self) -> dict[Part, torch.Tensor]:
         """Weights and what the optimizer keeps of them, each with its place in the whole tensor."""
-        parts: dict[Part, torch.Tensor] = {}
-        for shard in self.strategy.shards:
-            kept, name = self.optimizer.state.get(shard.local, {}), f"optimizer.{shard.name}"
-            held = {f"{WEIGHT}{shard.name}": shard.local.detach()}
-            held |= {f"{name}.{moment}": tensor for moment, tensor in moments_of(kept).items()}
-            parts |= {part_of(shard, name, tensor): tensor for name, tensor in held.items()}
-            if shard.trains:
-                parts[Part.of(f"{name}.step", kept["step"])] = kept["step"]
-        return parts
+        held = [(shard, name, tensor) for shard in self.strategy.shards for name, tensor in self._of(shard)]
+        return {part_of(*one): one[-1] for one in held}
+
+    def _of(self, shard: Shard) -> list[tuple[str, torch.Tensor]]:
+        kept = [(kept_name(shard.name, name), t) for name, t in self.optimizer.kept(shard).items()]
+        return [(f"{WEIGHT}{shard.name}", shard.local.detach()), *kept]
+
+    def described(self) -> dict[str, str]:
+        """{name: dtype and shape} of the same tensors, whole."""
+        return {
+            name: described(tensor.dtype, (*shard.parameter.shape[: min(1, tensor.ndim)], *tensor.shape[1:]))
+            for shard in self.strategy.shards
+            for name, tensor in self._of(shard)
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {part.name: tensor for part, tensor in self.parts().items()}

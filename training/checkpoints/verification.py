@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.nn as nn
 
 import model_builder
 from common.errors import UserError
 from common.json_file import read_json
-from model_config import ModelConfig
-from ops.quantization.adamw_8bit import is_quantized, scales_shape
+from common.text import shown
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
 from training.checkpoints.saved_state import (
+    FORMAT,
     HALVES_FORMAT,
     STATE,
     SavedState,
@@ -29,7 +29,10 @@ from training.checkpoints.saved_state import (
 )
 from training.checkpoints.tensor_files import SUFFIX, Part, Place, read_header
 from training.checkpoints.tensor_reader import TensorFiles
-from training.checkpoints.train_state import MOMENTUM, SCALES
+from training.checkpoints.train_state import WEIGHT, described, kept_name
+from training.configuration.choices import CHOICES
+from training.configuration.keys import KEYS, TrainConfig
+from training.optimization.optimizer import optimizer_class
 from training.process.agreement import from_main
 from training.process.world import ALONE, World, gather_objects
 
@@ -126,7 +129,7 @@ def _content_problems(folder: Path) -> list[str]:
     user which version it needs."""
     try:
         state = read_state(folder)
-        _check_tensors(open_tensors(folder, state).wholes, state.model_config)
+        _check_tensors(open_tensors(folder, state).wholes, state)
     except UnknownFormat:
         return []
     except (ValueError, OSError) as error:
@@ -153,36 +156,45 @@ def open_tensors(
     return TensorFiles(parts, {n for n in names if ".ffn.up." in n and not n.endswith(".step")})
 
 
-def _check_tensors(saved: dict[str, Part], config: ModelConfig) -> None:
-    """Raises ValueError unless every weight is there with its moments, in its shape, as floating point or as
-    bytes with their scales."""
+def _check_tensors(found: dict[str, Part], saved: SavedState) -> None:
+    """Raises ValueError unless every weight of the model and every tensor that state.json lists is there, in
+    its dtype and shape."""
     try:
-        model = model_builder.build_model(config)  # on the meta device: only the shapes
+        model = model_builder.build_model(saved.model_config)  # on the meta device: only the shapes
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"its model cannot be built ({error})") from None
     for name, weight in model.named_parameters():
-        _check_tensor(f"model.{name}", saved, weight.shape)
-        if not weight.requires_grad:  # frozen
-            continue
-        _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
-        if f"optimizer.{name}.{MOMENTUM}" in saved:
-            _check_tensor(f"optimizer.{name}.{MOMENTUM}", saved, weight.shape)
-            continue
-        for moment, scale in SCALES.items():
-            moment, scale = f"optimizer.{name}.{moment}", f"optimizer.{name}.{scale}"
-            has_8_bits = is_quantized(weight.shape) and scale in saved
-            _check_tensor(moment, saved, weight.shape, torch.uint8 if has_8_bits else None)
-            if has_8_bits:
-                _check_tensor(scale, saved, scales_shape(weight.shape))
+        part = _found(found, f"{WEIGHT}{name}")
+        if part.shape != weight.shape or not part.dtype.is_floating_point:
+            wanted = f"of floating point and {tuple(weight.shape)}"
+            raise ValueError(f"the tensor {part.name} is {part.dtype} {part.shape}, not {wanted}")
+    for name, wanted in (saved.tensors if saved.format == FORMAT else _unlisted(saved, model)).items():
+        part = _found(found, name)
+        if described(part.dtype, part.shape) != wanted:
+            is_now = described(part.dtype, part.shape)
+            raise ValueError(f"the tensor {shown(name)} is {is_now}, not {shown(wanted)}")
 
 
-def _check_tensor(
-    name: str, saved: dict[str, Part], shape: torch.Size, dtype: torch.dtype | None = None
-) -> None:
-    """dtype: None is any floating point."""
-    found = saved.get(name)
-    if found is None:
-        raise ValueError(f"the tensor {name} is missing")
-    if found.shape != shape or not (found.dtype == dtype if dtype else found.dtype.is_floating_point):
-        wanted = dtype or "of floating point and"
-        raise ValueError(f"the tensor {name} is {found.dtype} {found.shape}, not {wanted} {tuple(shape)}")
+def _found(parts: dict[str, Part], name: str) -> Part:
+    if name not in parts:
+        raise ValueError(f"the tensor {shown(name)} is missing")
+    return parts[name]
+
+
+def _unlisted(saved: SavedState, model: nn.Module) -> dict[str, str]:
+    """What the optimizer keeps, in formats that do not list it. They are older than
+    --optimizer=package.module, so no such module is imported. Raises ValueError."""
+    settings = {name: value for name, value in saved.config.items() if name in KEYS}
+    config = TrainConfig(**settings)
+    if config.optimizer not in CHOICES["optimizer"].core:
+        raise ValueError(f"config.optimizer={shown(config.optimizer)} is none of format {saved.format}")
+    kind = optimizer_class(config)
+    try:
+        return {
+            kept_name(name, part): described(dtype, shape)
+            for name, weight in model.named_parameters()
+            if weight.requires_grad
+            for part, (_, shape, dtype) in kind.keeps(name, weight.shape, config).items()
+        }
+    except KeyError as error:
+        raise ValueError(f"its config has the value {error}, which the optimizer does not know") from None

@@ -89,6 +89,8 @@ def values(key: Key) -> str:
         facts.append(f"at least {key.minimum}")
     if key.maximum is not None:
         facts.append(f"at most {key.maximum:g}" if key.maximum > 9999999 else f"at most {key.maximum:,.0f}")
+    if key.below is not None:
+        facts.append(f"below {key.below}")
     if key.guarded:
         facts.append("guarded")
     return ", ".join(facts)

@@ -26,10 +26,11 @@ def key(
     *,
     minimum: float | None = None,
     maximum: float | None = None,
+    below: float | None = None,
     guarded: bool = False,
 ) -> T:
     """A field of TrainConfig. guarded: a resume may change it only if allow_changes names it."""
-    about = {"help": help, "minimum": minimum, "maximum": maximum, "guarded": guarded}
+    about = {"help": help, "minimum": minimum, "maximum": maximum, "below": below, "guarded": guarded}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -47,6 +48,7 @@ class Key(NamedTuple):
     help: str
     minimum: float | None
     maximum: float | None
+    below: float | None  # what a value must not reach
     guarded: bool
 
     def most(self, value: float) -> float:

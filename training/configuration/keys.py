@@ -140,7 +140,7 @@ class TrainConfig:
     optimizer: str = key(
         "adamw", "muon: for matrices in blocks; AdamW for the rest (docs/time_to_loss.md)", guarded=True
     )
-    muon_momentum: float = key(0.95, "Muon's Nesterov momentum, in [0, 1)", guarded=True)
+    muon_momentum: float = key(0.95, "Muon's Nesterov momentum", minimum=0, below=1, guarded=True)
     loss_targets: str = key("", "held-out losses; the run states when it reaches each: '3.5,3.28'")
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
@@ -162,8 +162,8 @@ class TrainConfig:
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
     wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = key("linear", "how wsd decays", guarded=True)
     weight_decay: float = key(0.1, "weight decay, on matrices only", minimum=0, guarded=True)
-    beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
-    beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)
+    beta1: float = key(0.9, "Adam's decay of the mean gradient", minimum=0, below=1, guarded=True)
+    beta2: float = key(0.95, "Adam's decay of the mean squared gradient", minimum=0, below=1, guarded=True)
     grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, guarded=True)
     adam_dtype: Literal["float32", "bfloat16", "8bit"] = key("float32", "storage of the Adam moments")
 

@@ -84,6 +84,8 @@ def _check_value(name: str, known: Key, value: object) -> None:
         return
     if known.minimum is not None and not value >= known.minimum:  # also catches NaN
         raise UserError(f"{name}={shown(value)} must be at least {known.minimum}")
+    if known.below is not None and not value < known.below:
+        raise UserError(f"{name}={shown(value)} must be below {known.below}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{name}={value} is not a finite number")
     most = known.most(value)
@@ -120,7 +122,12 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
         ),
         ("trackers",): (config.save_log_to_json, "save_log_to_json=False", "save_log_to_json=True"),
         OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
-        ("muon_momentum",): (config.optimizer == "muon", "optimizer='adamw'", "--optimizer=muon"),
+        **{  # a key that begins with the name of an optimizer is for that one
+            (name,): (config.optimizer == one, f"optimizer={config.optimizer!r}", f"--optimizer={one}")
+            for one in names_of("optimizer")
+            for name in KEYS
+            if name.startswith(f"{one}_")
+        },
         ("loss_targets",): (
             config.eval_interval > 0 or config.eval_only,
             "eval_interval=0",
@@ -173,9 +180,6 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     on_gpu, repeats = c.device == "cuda", f"replay_check_interval={c.replay_check_interval}"
     no_peak = isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0
     return {
-        f"beta1={c.beta1} is not in [0, 1)": not 0 <= c.beta1 < 1,
-        f"beta2={c.beta2} is not in [0, 1)": not 0 <= c.beta2 < 1,
-        f"muon_momentum={c.muon_momentum} is not in [0, 1)": not 0 <= c.muon_momentum < 1,
         f"wsd_decay_fraction={c.wsd_decay_fraction} is not in (0, 1]": not 0 < c.wsd_decay_fraction <= 1,
         "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False": (
             c.use_zero1 and c.use_fsdp

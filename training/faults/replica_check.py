@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 import torch
 
 from common.errors import RunError
-from training.checkpoints.train_state import TrainState, moments_of
+from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
 from training.optimization.second_look import checksums
 from training.process.world import all_gather
@@ -86,15 +86,15 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
 
 
 def replicated(state: TrainState) -> dict[str, torch.Tensor]:
-    """The tensors that other ranks hold, too: weights and moments of the optimizer, and working weights."""
+    """The tensors that other ranks hold, too: weights, what the optimizer keeps, and working weights."""
     held, copies = {}, state.strategy.working_copies()
     for shard in state.strategy.shards:
         if shard.name in copies:
             held[f"{shard.name} (working weights)"] = copies[shard.name]
         if shard.replicas > 1:
             held[shard.name] = shard.local.data
-            moments = moments_of(state.optimizer.state.get(shard.local, {}))
-            held |= {f"{shard.name}.{name}": tensor for name, tensor in moments.items()}
+            kept = state.optimizer.kept(shard)
+            held |= {f"{shard.name}.{name}": tensor for name, tensor in kept.items()}
     return held
 
 

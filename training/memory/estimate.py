@@ -1,7 +1,7 @@
 """Estimates the memory that a run needs on each GPU, item by item, from its configuration.
 
 How it works
-    What is there at rest (weights, Adam moments, ...) comes from the strategy and the dtypes. On top of it, a
+    What is there at rest comes from the strategy, the optimizer and the dtypes. On top of it, a
     few moments of an iteration are candidates for the fullest one, and the fullest counts: the loss, the
     backward of the head, the backward of a block, and the end of the backward. Each term here and in
     activations.py is a tensor that the code named beside it keeps, so a reader can check it by hand.
@@ -16,15 +16,13 @@ What comes on top
 
 from __future__ import annotations
 
-from ops.quantization import adamw_8bit
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
 from training.memory.activations import block_backward, head_backward, loss_moment
 from training.memory.sizes import BYTES, Moment, Sizes
-from training.optimization.muon import BATCH
+from training.optimization.optimizer import kept_bytes, optimizer_class
 from training.process.memory import GIB
 
-MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
 MIB = 2**20
 
 # cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
@@ -38,7 +36,8 @@ def estimate_memory(config: TrainConfig, world_size: int, native: bool = False) 
     it nobody knows, and emulated operands need more."""
     sizes = Sizes(config, world_size, native)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
-    moments.append(_muons_moment(sizes, moments[-1]))
+    updating = optimizer_class(config).update_bytes(config, sizes.optimizer_shards)
+    moments.append(moments[-1] | updating)  # at the end of the backward
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     workspaces = WORKSPACES if config.device == "cuda" else 0
     items = _at_rest(sizes) | fullest | {"workspaces (cuBLAS)": workspaces}
@@ -55,24 +54,13 @@ def host_memory(config: TrainConfig, world_size: int) -> float:
 
 def _at_rest(s: Sizes) -> Moment:
     """What is there between two iterations, but for gradients and working weights, which are moments' own."""
-    own, moments, recipe = s.parameters / s.adam_shards, s.config.adam_dtype, s.config.low_precision
+    recipe, shards = s.config.low_precision, s.optimizer_shards
     return {
-        f"weights ({s.config.param_dtype})": s.stored * own,
-        f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * (own - s.muons / s.adam_shards),
-        "Muon's momentum (float32)": 4 * s.muons / s.adam_shards,
+        f"weights ({s.config.param_dtype})": s.stored * s.parameters / shards,
+        **{item: size / shards for item, size in kept_bytes(s.config).items()},
         f"quantized weights ({recipe})": s.low.weight * len(s.low_blocks) * s.block
         + s.in_head.weight * s.low_head * s.head,
     }
-
-
-def _muons_moment(s: Sizes, end_of_backward: Moment) -> Moment:
-    """Updates of its matrices on their way to an owner and back, and a batch that is orthogonalized, with its
-    copies (training/optimization/muon.py)."""
-    sent = 3 if s.adam_shards > 1 else 1  # this rank's rows; received, and joined
-    if s.config.dtype == "float16":  # in float32; what is computed of them is another tensor
-        sent = 6 if s.adam_shards > 1 else 3
-    batch = 4 * min(BATCH, s.muons)
-    return end_of_backward | {"Muon's updates": s.compute * (sent * s.muons / s.adam_shards + batch)}
 
 
 # --- one process, DDP and ZeRO-1 (training/strategies/replicated.py) ---
@@ -90,7 +78,7 @@ def _replicated_moments(s: Sizes) -> list[Moment]:
     sent = 0 if arrives == summed else s.reduce
     # bf16 weights want bf16 gradients, which are then the update's alone
     rounds = config.param_dtype == "bfloat16" and arrives != "bfloat16"
-    rounded = {"gradients (bfloat16)": rounds * s.stored * s.parameters / s.adam_shards}
+    rounded = {"gradients (bfloat16)": rounds * s.stored * s.parameters / s.optimizer_shards}
     # in float16 and of emulated operands, the head's gradient is first summed by itself
     # (ops/cross_entropy.py)
     by_itself = config.dtype == "float16" or (s.low_head and not s.in_head.is_float8)

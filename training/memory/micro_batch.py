@@ -20,6 +20,7 @@ from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import check
 from training.memory.estimate import estimate_memory, needed_memory
 from training.memory.gpus import CPU_NAME, DeviceMemory, device_memory
+from training.optimization.optimizer import optimizer_class
 from training.process.world import World, gather_objects
 
 # More is not faster: Qwen3 1.8B on one H200 had 61.4 % MFU with 16 x 2048, 60.3 % with 22 x 2048 (LOG.md).
@@ -29,26 +30,11 @@ ENOUGH_TOKENS = 16_384  # matmuls of so many rows are fast, so the logits stay i
 # than a larger micro-batch gains; below the second it is only worth it if nothing else fits.
 FAST_PART, SMALLEST_PART = 4096, 512
 
-SMALL = {
-    "activation_checkpointing": "full",
-    "adam_dtype": "8bit",
-    "param_dtype": "bfloat16",
-    "weight_rounding": "stochastic",
-}
-# What else could make a run fit, from the least slowdown to the greatest.
-REMEDIES: tuple[dict[str, Any], ...] = (
-    {},
-    {"activation_checkpointing": "memory_bound"},
-    {"activation_checkpointing": "attention"},
-    {"activation_checkpointing": "selective"},
-    {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "full", "adam_dtype": "bfloat16"},
-    {"activation_checkpointing": "full", "adam_dtype": "bfloat16", "param_dtype": "bfloat16"},
-    SMALL,
-    {**SMALL, "gradient_dtype": "bfloat16"},
-)
+# Recomputation that could make a run fit, from the least slowdown to the greatest
+LEVELS = "memory_bound", "attention", "selective", "full"
+FULL = {"activation_checkpointing": "full"}
 MOST_REMEDIES = 3  # so many of those that fit are shown
-LARGE_BATCH = {"loss_chunks": 8, "activation_checkpointing": "full"}  # with which a stated batch may fit
+LARGE_BATCH = {"loss_chunks": 8, **FULL}  # with which a stated batch may fit
 FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
 FSDP_GPUS = (2, 4, 8)
 NUMBERS = ("batch_size", "gradient_accumulation_steps", "loss_chunks")  # what the program may choose
@@ -179,15 +165,25 @@ def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory
     numbers: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
     free = replace(config, **numbers, tokens_per_iter=tokens, eval_only=False)
     stated = [name for name in NUMBERS if getattr(config, name) != AUTO]  # which flags have to replace
-    found = (_line(free, stated, remedy, world_size, memory) for remedy in REMEDIES)
+    found = (_line(free, stated, remedy, world_size, memory) for remedy in remedies(config))
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
     if not is_auto(config):
         lines += filter(None, [_line(replace(config, eval_only=False), (), LARGE_BATCH, world_size, memory)])
     for gpus in FSDP_GPUS:
         if gpus >= world_size:
-            found = (_line(free, stated, FSDP | remedy, gpus, memory) for remedy in REMEDIES)
+            found = (_line(free, stated, FSDP | remedy, gpus, memory) for remedy in remedies(config))
             lines += itertools.islice(filter(None, found), 1)
     return lines or ["nothing that was tried: it needs more GPUs"]
+
+
+def remedies(config: TrainConfig) -> list[dict[str, Any]]:
+    """Settings that could make a run fit, from the least slowdown to the greatest."""
+    smaller, smallest = optimizer_class(config).smaller
+    half = {**FULL, **smaller, "param_dtype": "bfloat16"}
+    least = {**FULL, **smallest, "param_dtype": "bfloat16", "weight_rounding": "stochastic"}
+    levels = [{"activation_checkpointing": level} for level in LEVELS]
+    kept = [{**FULL, **smaller}] if smaller else []
+    return [{}, *levels, *kept, half, least, {**least, "gradient_dtype": "bfloat16"}]
 
 
 def _line(

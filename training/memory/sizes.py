@@ -30,17 +30,15 @@ class Sizes:
         self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
         self.gated = model.ffn_type == "swiglu"
         self.up = model.d_ff * (2 if self.gated else 1)  # columns of the feed-forward layer's first matmul
-        # elements: of the model, of a block's matrices, of those that Muon updates, of the head's; of
-        # embeddings and head, once if tied
+        # elements: of the model, of a block's matrices, of the head's; of embeddings and head, once if tied
         self.parameters = count_parameters(model)
         self.block = model.block_matrices
-        self.muons = model.n_layer * self.block if config.optimizer == "muon" else 0
         self.head = model.vocab_size * model.n_embd
         self.rest = self.parameters - model.n_layer * self.block
-        # parts: into which FSDP cuts everything, and into which the optimizer's weights and moments are cut
+        # parts: into which FSDP cuts everything, and into which weights and what the optimizer keeps are cut
         group = min(machine_size(), world_size) if config.fsdp_sharding == "hybrid" else world_size
         self.shards = group if config.use_fsdp else 1
-        self.adam_shards = world_size if shards_optimizer(config, world_size) else self.shards
+        self.optimizer_shards = world_size if shards_optimizer(config, world_size) else self.shards
         # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
         self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
         self.reduce = BYTES[config.reduce_dtype]

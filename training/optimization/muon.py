@@ -16,25 +16,29 @@ once its norm is divided out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from model_config import ModelConfig
 from ops.orthogonalize import nominal_flops, orthogonalize
-from ops.quantization.random_bits import bf16_stochastically
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.optimization.adamw import Roundings, on_device
+from training.optimization.adamw import AdamW
+from training.optimization.optimizer import Kept, trained_shapes
 from training.strategies.owners import Owners
 from training.strategies.strategy import Shard
 
 RMS = 0.2  # of an update, for a rate of 1
 BATCH = 2**27  # elements that are orthogonalized together: in bf16, 256 MiB
+ITEM = "Muon's momentum (float32)"  # of the memory estimate
 
 
-def is_muons(name: str, parameter: torch.Tensor) -> bool:
+def is_muons(name: str, shape: torch.Size) -> bool:
     """Whether Muon updates this parameter: a matrix of a block."""
-    return name.startswith("blocks.") and parameter.ndim == 2
+    return name.startswith("blocks.") and len(shape) == 2
 
 
 def matrices_of(name: str, weight: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
@@ -57,53 +61,80 @@ def orthogonalization_flops(name: str, weight: torch.Tensor, model: ModelConfig)
     return sum(nominal_flops(*shape) for shape in shapes_of(name, weight, model))
 
 
-class Muon(torch.optim.Optimizer):
-    """State of a weight: momentum, fp32, and the number of its updates. found_inf = 1 leaves every bit as it
-    is. Nothing is read by the host."""
+class Muon(AdamW):
+    """AdamW, but for the matrices of the blocks. Keeps of those the step, and the momentum in fp32."""
 
-    def __init__(
-        self,
-        shards: list[Shard],
-        config: TrainConfig,
-        group: dist.ProcessGroup | None,
-        roundings: Roundings,
-    ):
-        """group: the ranks that share the rows of a matrix (Strategy.row_group). roundings: as AdamW's."""
-        settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-        super().__init__([shard.local for shard in shards], settings)
-        self.shards, self.roundings, self.momentum = shards, roundings, config.muon_momentum
+    @classmethod
+    def keeps(cls, name: str, shape: torch.Size, config: TrainConfig) -> dict[str, Kept]:
+        if not is_muons(name, shape):
+            return super().keeps(name, shape, config)
+        return {"step": Kept(ITEM, (), torch.float32), "momentum": Kept(ITEM, shape, torch.float32)}
+
+    @classmethod
+    def update_bytes(cls, config: TrainConfig, shards: int) -> dict[str, float]:
+        """Blends on their way to an owner and directions back, and a batch that is orthogonalized, with its
+        copies."""
+        shapes = trained_shapes(config.model_config())
+        elements = sum(shape.numel() for name, shape in shapes.items() if is_muons(name, shape))
+        sent = 3 if shards > 1 else 1  # this rank's rows; received, and joined
+        if config.dtype == "float16":  # in float32; what is computed of them is another tensor
+            sent = 6 if shards > 1 else 3
+        size = DTYPES[config.dtype].itemsize
+        return {"Muon's updates": size * (sent * elements / shards + 4 * min(BATCH, elements))}
+
+    @classmethod
+    def describe(cls, weights: dict[str, torch.Tensor], config: TrainConfig) -> dict[str, Any]:
+        mine = {name: weight for name, weight in weights.items() if is_muons(name, weight.shape)}
+        rest = super().describe({name: w for name, w in weights.items() if name not in mine}, config)
+        model = config.model_config()
+        group = {
+            "optimizer": "muon",
+            "weight_decay": config.weight_decay,
+            "tensors": len(mine),
+            "params": sum(weight.numel() for weight in mine.values()),
+            # of an update; not in the MFU, which counts the model's
+            "orthogonalization_flops": sum(orthogonalization_flops(n, w, model) for n, w in mine.items()),
+        }
+        kind = f"Muon on the matrices of blocks, {rest['type']} on the rest"
+        return rest | {"type": kind, "param_groups": [group, *rest["param_groups"]]}
+
+    @classmethod
+    def line(cls, config: TrainConfig) -> str:
+        return f"{super().line(config)}, Muon's momentum {config.muon_momentum:g}"
+
+    def __init__(self, shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None):
+        super().__init__(shards, config, row_group)
+        self.muons = [s for s in self.shards if is_muons(s.name, s.parameter.shape)]
+        self.rest = [s for s in self.shards if not is_muons(s.name, s.parameter.shape)]
+        if not self.muons or not self.rest:
+            raise UserError("optimizer='muon', but all that it would train is frozen; use --optimizer=adamw")
+        self.momentum = config.muon_momentum
         self.model, self.dtype = config.model_config(), DTYPES[config.dtype]
         self.blend_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        costs = [orthogonalization_flops(s.name, s.parameter, self.model) for s in shards]
-        self.owners = Owners(shards, costs, group)
-        self.scales = {s.name: rms_scale(shapes_of(s.name, s.parameter, self.model)[0]) for s in shards}
-        for shard in shards:
-            step = torch.zeros((), dtype=torch.float32, device=shard.local.device)
-            momentum = torch.zeros_like(shard.local, dtype=torch.float32)
-            self.state[shard.local] = {"step": step, "momentum": momentum}
+        costs = [orthogonalization_flops(s.name, s.parameter, self.model) for s in self.muons]
+        self.owners = Owners(self.muons, costs, row_group)
+        self.scales = {s.name: rms_scale(shapes_of(s.name, s.parameter, self.model)[0]) for s in self.muons}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
-        (group,) = self.param_groups
-        rate, grad_scale, found_inf = on_device(self, group, self.shards[0].local.device)
-        steps = [self.state[shard.local]["step"] for shard in self.shards]
-        torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-        wholes = self.owners.gather([self._blend(shard, grad_scale, found_inf) for shard in self.shards])
+    def step(self, rate: torch.Tensor, divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
+        self.count(self.muons, found_inf)
+        wholes = self.owners.gather([self._blend(shard, divisor, found_inf) for shard in self.muons])
         self._orthogonalize(wholes)
         directions = {i: whole.to(self.dtype) for i, whole in wholes.items()}
-        for shard, direction in zip(self.shards, self.owners.scatter(directions), strict=True):
-            self._apply(shard, direction, rate, group["weight_decay"], found_inf)
+        for shard, direction in zip(self.muons, self.owners.scatter(directions), strict=True):
+            self._apply(shard, direction, rate, found_inf)
+        self.update(self.rest, rate, divisor, found_inf)
 
-    def _blend(self, shard: Shard, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
+    def _blend(self, shard: Shard, divisor: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
         """Updates the momentum. Nesterov's blend of it and the gradient, in blend_dtype."""
-        momentum = self.state[shard.local]["momentum"]
+        momentum = self.state[shard.name]["momentum"]
         if momentum.is_cuda:
             from ops.triton_kernels.muon import triton_blend
 
             blend = torch.empty_like(momentum, dtype=self.blend_dtype)
-            triton_blend(shard.grad, momentum, blend, self.momentum, grad_scale, found_inf)
+            triton_blend(shard.grad, momentum, blend, self.momentum, divisor, found_inf)
             return blend
-        gradient = shard.grad.float() / grad_scale
+        gradient = shard.grad.float() / divisor
         new = momentum.lerp(gradient, 1 - self.momentum)
         momentum.copy_(torch.where(found_inf > 0, momentum, new))
         return gradient.lerp(new, self.momentum).to(self.blend_dtype)
@@ -112,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         """In place. Matrices of one shape are computed together."""
         by_shape: dict[torch.Size, list[tuple[torch.Tensor, float]]] = {}
         for i, whole in wholes.items():
-            name = self.shards[i].name
+            name = self.muons[i].name
             for part in matrices_of(name, whole, self.model):  # _apply() scales all as the first one wants it
                 by_shape.setdefault(part.shape, []).append((part, rms_scale(part.shape) / self.scales[name]))
         for shape, parts in by_shape.items():
@@ -124,43 +155,22 @@ class Muon(torch.optim.Optimizer):
                     part.copy_(result if scale == 1 else result * scale)
 
     def _apply(
-        self, shard: Shard, direction: torch.Tensor, rate: torch.Tensor, decay: float, found_inf: torch.Tensor
+        self, shard: Shard, direction: torch.Tensor, rate: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
-        weight, rounding = shard.local, self.roundings.get(shard.local)
-        step, scale = self.state[weight]["step"], self.scales[shard.name]
+        weight, scale, decay = shard.local, self.scales[shard.name], self.decay(shard)
         if weight.is_cuda:
             from ops.triton_kernels.muon import triton_apply
 
-            copy = shard.working_copy
-            triton_apply(weight, direction, copy, rate, scale, decay, found_inf, step, rounding)
+            step, rounding = self.state[shard.name]["step"], self.roundings.get(shard.name)
+            triton_apply(weight, direction, shard.working_copy, rate, scale, decay, found_inf, step, rounding)
             return
         new = weight.float()
-        new = new - rate * decay * new - rate * scale * direction.float()
-        if rounding is not None and weight.dtype == torch.bfloat16:
-            rounding.key[1].copy_(step)
-            new = bf16_stochastically(new, rounding.key, start=rounding.start)
-        weight.copy_(torch.where(found_inf > 0, weight, new.to(weight.dtype)))
+        self.write(shard, new - rate * decay * new - rate * scale * direction.float(), found_inf)
+
+
+OPTIMIZER = Muon
 
 
 def rms_scale(shape: torch.Size) -> float:
     """Makes RMS the root of the mean square of an orthogonal matrix's elements."""
     return RMS * max(shape) ** 0.5
-
-
-class MuonAndAdamW:
-    """Both optimizers, as the step, checkpoints and checks see one. The step sets grad_scale and found_inf
-    before each update, as torch's fused optimizers want them."""
-
-    grad_scale: torch.Tensor
-    found_inf: torch.Tensor
-
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self.both = muon, adamw
-        self.param_groups = [*muon.param_groups, *adamw.param_groups]
-        self.state = {**muon.state, **adamw.state}
-        self.writes_copies = getattr(adamw, "writes_copies", False)
-
-    def step(self) -> None:
-        for optimizer in self.both:
-            optimizer.grad_scale, optimizer.found_inf = self.grad_scale, self.found_inf  # type: ignore[union-attr]
-            optimizer.step()

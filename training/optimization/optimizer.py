@@ -1,72 +1,194 @@
-"""The optimizer over this rank's shards, as the configuration asks: AdamW (adamw.py), or Muon on the matrices
-of the blocks and AdamW on the rest (muon.py)."""
+"""Defines what training asks of an optimizer. Checkpoints, the estimate of memory, the replica check and the
+report know no single one: they ask the class that the key `optimizer` names.
+
+A new optimizer is one file: a subclass of Optimizer, which the module calls OPTIMIZER. It is found by
+--optimizer=package.module, or by a name in CHOICES (training/configuration/choices.py). tests/support/lion.py
+is an example.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import model_builder
 from common.errors import UserError
+from model_config import ModelConfig
+from ops.quantization.random_bits import bf16_stochastically, weight_key
+from training.configuration.choices import find
 from training.configuration.keys import TrainConfig
-from training.optimization.adamw import NAMES, adamw_class, build_adamw, make_roundings
-from training.optimization.muon import Muon, MuonAndAdamW, is_muons, orthogonalization_flops
+from training.configuration.seeds import WEIGHT_ROUNDING, stream_seed
 from training.strategies.strategy import Shard
+
+
+class Kept(NamedTuple):
+    """A tensor that an optimizer keeps of a parameter: its rows are the parameter's, or it is one number."""
+
+    item: str  # of the memory estimate, where it is counted
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Rounding(NamedTuple):
+    """How a weight and what is kept of it are rounded to bf16 (ops/quantization/random_bits.py)."""
+
+    key: torch.Tensor  # of this weight; its iteration is the weight's step
+    start: int  # index of the shard's first element in the whole weight
+
+
+class Optimizer:
+    """Updates this rank's shards. What it keeps of them is allocated here, so that a checkpoint can be loaded
+    into it and an out-of-memory error comes before the first step.
+
+    weight_rounding='stochastic' rounds what is stored in bf16 up or down at random, so that it is right on
+    average: to nearest, an update below 2^-9 of a weight is lost. The random bits are a function of the seed,
+    the weight, its count of updates, and the element's index in the whole weight. So every strategy and
+    number of ranks makes the same weights, replicas stay equal, and a resume needs only the counts.
+    """
+
+    writes_copies = False  # whether step() also writes the shards' working copies, so that publish() need not
+    # {key: values}: what is kept with one of them is not converted, so a resume may not change from or to it
+    unconverted: dict[str, tuple] = {}
+    # settings with which it keeps less: somewhat less, and the least; both are proposed if memory is short
+    smaller: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+    # --- facts, which need neither a device nor weights ---
+
+    @classmethod
+    def keeps(cls, name: str, shape: torch.Size, config: TrainConfig) -> dict[str, Kept]:
+        """What it keeps of a whole parameter; among it its count of updates, "step", fp32 ()."""
+        raise NotImplementedError
+
+    @classmethod
+    def update_bytes(cls, config: TrainConfig, shards: int) -> dict[str, float]:
+        """{item of the memory estimate: bytes} that an update needs beside what is kept, on each rank, where
+        weights are divided into so many shards."""
+        return {}
+
+    @classmethod
+    def describe(cls, weights: dict[str, torch.Tensor], config: TrainConfig) -> dict[str, Any]:
+        """The record's startup_info.optimizer; `weights` are the whole model's that are not frozen."""
+        matrices = [weight for weight in weights.values() if weight.ndim >= 2]
+        vectors = [weight for weight in weights.values() if weight.ndim < 2]
+        groups = [
+            {"weight_decay": decay, "tensors": len(group), "params": sum(w.numel() for w in group)}
+            for group, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        ]
+        return {"type": cls.__name__, "weight_rounding": config.weight_rounding, "param_groups": groups}
+
+    @classmethod
+    def line(cls, config: TrainConfig) -> str:
+        """What the start-up report says after the type."""
+        return ""
+
+    @classmethod
+    def warnings(cls, config: TrainConfig) -> list[str]:
+        """Values that are allowed and probably not meant, with the fix."""
+        rate, decay = config.learning_rate, config.weight_decay
+        texts = {
+            f"learning_rate={rate:g} times weight_decay={decay:g} is at least 1: an update at that rate "
+            "decays weights to 0 or beyond; lower weight_decay, 0.1 is usual": rate * decay >= 1,
+            "learning_rate=0 changes no weight; a test of the speed needs no change": rate == 0,
+        }
+        return [text for text, holds in texts.items() if holds]
+
+    # --- the object ---
+
+    def __init__(self, shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None):
+        """shards: of the whole model, in its order; the frozen ones are left out. row_group: the ranks that
+        share the rows of matrices (Strategy.row_group)."""
+        self.config, self.row_group = config, row_group
+        self.roundings = make_roundings(shards, config)
+        self.shards = [shard for shard in shards if shard.trains]
+        self.state = {shard.name: self._zeros(shard) for shard in self.shards}
+
+    def _zeros(self, shard: Shard) -> dict[str, torch.Tensor]:
+        rows = shard.local.shape[:1]
+        return {
+            name: torch.zeros(
+                (*rows, *kept.shape[1:]) if kept.shape else (), dtype=kept.dtype, device=shard.local.device
+            )
+            for name, kept in self.keeps(shard.name, shard.parameter.shape, self.config).items()
+        }
+
+    def kept(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """What is kept of a shard, by name; nothing of a frozen one."""
+        return self.state.get(shard.name, {})
+
+    def decay(self, shard: Shard) -> float:
+        """Of matrices alone, embeddings too."""
+        return self.config.weight_decay if shard.is_matrix else 0.0
+
+    def step(self, rate: torch.Tensor, divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Updates every shard by shard.grad / divisor. found_inf = 1: leaves every bit as it is. All are fp32
+        (), on the device: nothing may wait for them, and a captured update reads them anew."""
+        raise NotImplementedError
+
+    def count(self, shards: list[Shard], found_inf: torch.Tensor) -> list[torch.Tensor]:
+        """The shards' steps, with this update, if it is made."""
+        steps = [self.state[shard.name]["step"] for shard in shards]
+        torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # a list, or the host would read it
+        return steps
+
+    def write(self, shard: Shard, new: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Stores a new weight, fp32, rounded as the key weight_rounding says, unless found_inf is 1."""
+        weight, rounding = shard.local, self.roundings.get(shard.name)
+        if rounding is not None and weight.dtype == torch.bfloat16:
+            rounding.key[1].copy_(self.state[shard.name]["step"])
+            new = bf16_stochastically(new, rounding.key, start=rounding.start)
+        weight.copy_(torch.where(found_inf > 0, weight, new.to(weight.dtype)))
+
+
+def make_roundings(shards: list[Shard], config: TrainConfig) -> dict[str, Rounding]:
+    """Of all weights of the model; none if they are rounded to nearest. A weight's number is its place in the
+    model, since every strategy has its shards in that order."""
+    if config.weight_rounding != "stochastic":
+        return {}
+    seed = stream_seed(config.seed, WEIGHT_ROUNDING) >> 1  # 63 bits
+    return {
+        shard.name: Rounding(weight_key(seed, number, shard.local.device), shard.start)
+        for number, shard in enumerate(shards)
+    }
+
+
+# --- the one that a run has ---
+
+
+def optimizer_class(config: TrainConfig) -> type[Optimizer]:
+    """Raises UserError."""
+    found = find("optimizer", config.optimizer)
+    if not issubclass(found, Optimizer):
+        raise UserError(f"optimizer={config.optimizer!r}: {found.__name__} is no {__name__}.Optimizer")
+    return found
 
 
 def build_optimizer(
     shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None
-) -> torch.optim.Optimizer | MuonAndAdamW:
-    """row_group: the strategy's. Frozen parameters are left out."""
-    roundings = make_roundings(shards, config)
-    shards = [shard for shard in shards if shard.trains]
-    if config.optimizer == "adamw":
-        return build_adamw(shards, config, roundings)
-    muons = [shard for shard in shards if is_muons(shard.name, shard.parameter)]
-    rest = [shard for shard in shards if not is_muons(shard.name, shard.parameter)]
-    if not muons or not rest:
-        raise UserError("optimizer='muon', but all that it would train is frozen; use --optimizer=adamw")
-    return MuonAndAdamW(Muon(muons, config, row_group, roundings), build_adamw(rest, config, roundings))
+) -> Optimizer:
+    return optimizer_class(config)(shards, config, row_group)
 
 
-def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
-    """The record's startup_info.optimizer: tensors and parameters of the whole model, per group."""
-    muon = config.optimizer == "muon"
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    muons = {name: p for name, p in weights.items() if muon and is_muons(name, p)}
-    rest = [p for name, p in weights.items() if name not in muons]
-    groups: list[dict] = [
-        {"weight_decay": decay, "tensors": len(members), "params": sum(p.numel() for p in members)}
-        for members, decay in (
-            ([p for p in rest if p.ndim >= 2], config.weight_decay),
-            ([p for p in rest if p.ndim < 2], 0.0),
-        )
-    ]
-    kind = NAMES[adamw_class(config, config.device == "cuda")]
-    if muon:
-        ours = muons.values()
-        count = {"tensors": len(ours), "params": sum(p.numel() for p in ours)}
-        groups = [{"optimizer": "muon", "weight_decay": config.weight_decay, **count}, *groups]
-        model_config = config.model_config()
-        flops = sum(orthogonalization_flops(name, p, model_config) for name, p in muons.items())
-        groups[0]["orthogonalization_flops"] = flops  # of an update; not in the MFU, which counts the model's
-        kind = f"Muon on the matrices of blocks, {kind} on the rest"
-    return {
-        "type": kind,
-        "moments": config.adam_dtype,
-        "weight_rounding": config.weight_rounding,
-        "param_groups": groups,
-    }
+def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
+    weights: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return optimizer_class(config).describe(weights, config)
 
 
-def optimizer_warnings(config: TrainConfig) -> list[str]:
-    """Values that are allowed and probably not meant, with the fix."""
-    rate, decay, beta1, beta2 = config.learning_rate, config.weight_decay, config.beta1, config.beta2
-    texts = {
-        f"beta2={beta2:g} is not above beta1^2={beta1**2:.4g}: updates have no bound (Reddi et al. 2018, "
-        "theorem 4), and the loss may rise; raise beta2, 0.95 is usual": beta1 > 0 and beta2 <= beta1**2,
-        f"learning_rate={rate:g} times weight_decay={decay:g} is at least 1: an update at that rate decays "
-        "weights to 0 or beyond; lower weight_decay, 0.1 is usual": rate * decay >= 1,
-        "learning_rate=0 changes no weight; a test of the speed needs no change": rate == 0,
-    }
-    return [] if config.eval_only else [text for text, holds in texts.items() if holds]
+@functools.cache
+def trained_shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    """Of the parameters that are not frozen. The model is built on the meta device."""
+    named = model_builder.build_model(model).named_parameters()
+    return {name: weight.shape for name, weight in named if weight.requires_grad}
+
+
+def kept_bytes(config: TrainConfig) -> dict[str, int]:
+    """{item of the memory estimate: bytes that are kept of the whole model}, but for single numbers."""
+    items: dict[str, int] = {}
+    for name, shape in trained_shapes(config.model_config()).items():
+        for item, kept, dtype in optimizer_class(config).keeps(name, shape, config).values():
+            if kept:
+                items[item] = items.get(item, 0) + torch.Size(kept).numel() * dtype.itemsize
+    return items

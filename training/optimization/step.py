@@ -11,10 +11,10 @@ import torch
 
 from ops.cross_entropy import GradientScale
 from ops.documents import Documents
-from ops.ranges import BACKWARD, FORWARD, named_range
+from ops.ranges import BACKWARD, FORWARD, OPTIMIZER, named_range
 from ops.recipe import Recipe
 from training.configuration.keys import TrainConfig
-from training.optimization.muon import MuonAndAdamW
+from training.optimization.optimizer import Optimizer
 from training.optimization.precision import LossScale
 from training.optimization.second_look import SecondLook
 from training.optimization.update_guard import UpdateGuard
@@ -59,7 +59,7 @@ class EagerStep:
     def __init__(
         self,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer | MuonAndAdamW,
+        optimizer: Optimizer,
         loss_scale: LossScale,
         config: TrainConfig,
         update_guard: UpdateGuard,
@@ -75,8 +75,6 @@ class EagerStep:
         self.is_first = True  # micro-step of this process: a model's faults are looked for
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
-        for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate
         self.whole_window = torch.full_like(self.learning_rate, config.block_size)
         self.pads, self.every_position = config.packing == "truncate", torch.ones_like(self.learning_rate)
 
@@ -105,16 +103,15 @@ class EagerStep:
         verdict, overflow = self.update_guard.judge(mean_loss, grad_norm, differing)
         grad_sum = _gradient_sum(self.strategy.trained) / scale if with_gradient_sum else None
 
-        # The update divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
-        # and unscaling cost no pass of their own, and a bad update never reaches the weights.
-        # torch does not declare these two attributes, although its fused optimizers read them.
-        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[union-attr]
-        self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[union-attr]
+        # The update divides gradients, and changes nothing if the verdict is not 0. So clipping and unscaling
+        # cost no pass of their own, and a bad update never reaches the weights.
+        divisor = scale * _clip_divisor(grad_norm, self.grad_clip)
         self.learning_rate.fill_(learning_rate)
         began = now(scale.device)
-        self.optimizer.step()
+        with named_range(OPTIMIZER):
+            self.optimizer.step(self.learning_rate, divisor, verdict.clamp(max=1))
         optimizer_ms = (now(scale.device) - began).float() / 1e6
-        self.strategy.publish(copied=getattr(self.optimizer, "writes_copies", False))
+        self.strategy.publish(copied=self.optimizer.writes_copies)
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window

@@ -15,6 +15,7 @@ from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.peaks import FORMATS
 from training.optimization.low_precision import low_precision_line
+from training.optimization.optimizer import optimizer_class
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records.expected_time import expected_rows
@@ -147,8 +148,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
 
 
 def _optimizer(config: TrainConfig, info: dict) -> str:
-    text = f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"
-    return f"{text}, Muon's momentum {config.muon_momentum:g}" if config.optimizer == "muon" else text
+    return ", ".join(filter(None, (info["optimizer"]["type"], optimizer_class(config).line(config))))
 
 
 def _micro_batch(config: TrainConfig, info: dict) -> str:
@@ -225,9 +225,10 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
 
 
 def _precision(config: TrainConfig, info: dict) -> str:
-    stored, moments = config.param_dtype, config.adam_dtype
-    state = " and" if stored == moments else f", {moments}"
-    text = f"{config.dtype} compute, {stored} weights{state} optimizer state"
+    stored, moments = config.param_dtype, info["optimizer"].get("moments")
+    text = f"{config.dtype} compute, {stored} weights"
+    if moments:
+        text += f"{' and' if stored == moments else f', {moments}'} optimizer state"
     if config.gradient_dtype != "float32":
         text += f", gradients summed in {config.gradient_dtype}"
     if config.weight_rounding != "nearest":
