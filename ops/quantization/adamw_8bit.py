@@ -30,7 +30,6 @@ import torch.nn.functional as F
 
 BLOCK = 256  # elements that share a scale
 SMALLEST = 4096  # elements of a matrix whose moments are quantized, at least
-BYTES = 1 + 4 / BLOCK  # of an element
 LEAST_SCALE = 1e-12  # of a block; torchao's, so that zeros can be divided by it
 DECADES = 7
 

@@ -1,15 +1,18 @@
 """AdamW in one kernel against torch's, in every dtype that the keys allow; and in whole runs."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.graphed_runs import ON_GPU, build, train
 from support.helpers import make_dataset
+from support.updates import update
 from torch.nn.utils import get_total_norm
 
-from training.optimization.adamw import OnePassAdamW
-from training.strategies.strategy import norms
+from training.configuration.keys import TrainConfig
+from training.optimization.adamw import AdamW
+from training.strategies.strategy import Shard, norms
 
 pytestmark = pytest.mark.gpu
 
@@ -28,49 +31,39 @@ class Case:
         self.device, self.generator = device, torch.Generator().manual_seed(0)
         shapes = (*MATRICES, *VECTORS)
         self.weights = [torch.nn.Parameter((0.02 * self.random(shape)).to(stored)) for shape in shapes]
-        self.copies = {w: None if copies is None else w.detach().to(copies, copy=True) for w in self.weights}
-        groups = (self.weights[: len(MATRICES)], self.weights[len(MATRICES) :])
-        decays = zip(groups, DECAYS, strict=True)
-        self.optimizer = OnePassAdamW(
-            [{"params": weights, "weight_decay": decay} for weights, decay in decays],
-            self.copies,
-            torch.zeros((), device=device),
-            BETAS,
-        )
+        copied = [None if copies is None else w.detach().to(copies, copy=True) for w in self.weights]
+        self.copies = dict(zip(self.weights, copied, strict=True))
+        self.shards = [
+            Shard(f"w{i}", weight, weight, working_copy=copy)
+            for i, (weight, copy) in enumerate(self.copies.items())
+        ]
+        stored, moments = (str(dtype).removeprefix("torch.") for dtype in (stored, moments))
+        keys = {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAYS[0]}
+        self.optimizer = AdamW(self.shards, TrainConfig(param_dtype=stored, adam_dtype=moments, **keys))
         for weight in self.weights:
-            mean, square = (torch.zeros_like(weight, dtype=moments) for _ in range(2))
-            step = torch.zeros((), device=device)
-            self.optimizer.state[weight] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
             weight.grad = torch.zeros_like(weight)
-        self.optimizer.grad_scale, self.optimizer.found_inf = self.scalar(SCALE), self.scalar(0.0)
 
     def random(self, shape) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
-    def scalar(self, value: float) -> torch.Tensor:
-        return torch.full((), value, device=self.device)
-
     def prepare(self, i: int, found_inf: float = 0.0) -> float:
-        """Writes gradients, rate and verdict of update i where the optimizer reads them. Returns the rate."""
+        """Writes the gradients of update i. Returns its rate."""
         for weight in self.weights:
             weight.grad.copy_(SCALE * 10.0 ** (i % 3 - 3) * self.random(weight.shape))
             if found_inf:
                 weight.grad.fill_(float("nan"))
-        for group in self.optimizer.param_groups:
-            group["lr"].fill_(1e-2 / (1 + i))
-        self.optimizer.found_inf.fill_(found_inf)
         return 1e-2 / (1 + i)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that an update changes."""
-        states = [t for weight in self.weights for t in self.optimizer.state[weight].values()]
+        states = [t for shard in self.shards for t in self.optimizer.kept(shard).values()]
         return [*self.weights, *states, *(copy for copy in self.copies.values() if copy is not None)]
 
     def kept(self) -> list[torch.Tensor]:
         return [tensor.detach().clone() for tensor in self.tensors()]
 
     def triples(self) -> list[tuple[torch.Tensor, ...]]:
-        states = [self.optimizer.state[weight] for weight in self.weights]
+        states = [self.optimizer.kept(shard) for shard in self.shards]
         return [
             (w.detach(), s["exp_avg"], s["exp_avg_sq"]) for w, s in zip(self.weights, states, strict=True)
         ]
@@ -84,7 +77,7 @@ class Case:
             wide.grad = weight.grad.float() / SCALE
             decay = DECAYS[i >= len(MATRICES)]
             theirs = torch.optim.AdamW([wide], rate, BETAS, weight_decay=decay, fused=False, foreach=False)
-            step = self.optimizer.state[weight]["step"].cpu().clone()
+            step = self.optimizer.kept(self.shards[i])["step"].cpu().clone()
             theirs.state[wide] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
             theirs.step()
             results.append((wide.detach(), mean, square))
@@ -109,13 +102,13 @@ def test_every_update_is_torch_s_rounded_to_what_is_stored(stored, moments, copi
     for i in range(STEPS):
         if i in (0, 7):
             before = case.kept()
-            case.prepare(i, found_inf=1.0)
-            case.optimizer.step()
+            update(case.optimizer, case.prepare(i, found_inf=1.0), SCALE, found_inf=1.0)
             assert all(torch.equal(now, was) for now, was in zip(case.tensors(), before, strict=True))
-        expected = case.torch_updates(case.prepare(i))
+        rate = case.prepare(i)
+        expected = case.torch_updates(rate)
         before_weights = [weight.detach().clone() for weight in case.weights]
         gradients = [weight.grad.clone() for weight in case.weights]
-        case.optimizer.step()
+        update(case.optimizer, rate, SCALE)
         for ours, exact in zip(case.triples(), expected, strict=True):
             for tensor, wanted in zip(ours, exact, strict=True):
                 assert_rounded(tensor, wanted)
@@ -127,7 +120,7 @@ def test_every_update_is_torch_s_rounded_to_what_is_stored(stored, moments, copi
             for weight, was, (wanted, *_) in zip(case.weights, before_weights, expected, strict=True):
                 allowed = 1e-5 * (wanted - was).norm() + 2.5e-7 * was.norm()  # of the change; two last bits
                 assert (weight.detach() - wanted).norm() <= allowed
-    assert all(case.optimizer.state[weight]["step"] == STEPS for weight in case.weights)
+    assert all(case.optimizer.kept(shard)["step"] == STEPS for shard in case.shards)
 
 
 @pytest.mark.parametrize(("stored", "moments"), [(FP32, BF16), (BF16, FP32), (BF16, BF16)])
@@ -172,7 +165,7 @@ def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp
     """With clipping. torch's fused kernel can be compared where weights and moments have one dtype."""
     dataset = make_dataset(tmp_path / "tokens", train_tokens=50_000)
     parts = build(dataset, **{**ON_GPU, **keys})
-    assert isinstance(parts.step.optimizer, OnePassAdamW)
+    assert parts.step.optimizer.writes_copies
     strategy = parts.state.strategy
     monkeypatch.setattr(strategy, "_copy_back", None)
     losses = [row[0] for row in train(parts, iterations=range(12), sums=())]
@@ -184,12 +177,15 @@ def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp
         return
     other = build(dataset, **{**ON_GPU, **keys})
     ours = other.step.optimizer
-    groups = [
-        {"params": group["params"], "weight_decay": group["weight_decay"]} for group in ours.param_groups
-    ]
-    theirs = torch.optim.AdamW(groups, lr=other.step.learning_rate, betas=ours.defaults["betas"], fused=True)
-    theirs.state = ours.state
-    other.step.optimizer = theirs
+    groups = [{"params": [s.local], "weight_decay": ours.decay(s)} for s in ours.shards]
+    theirs = torch.optim.AdamW(groups, lr=other.step.learning_rate, betas=ours.betas, fused=True)
+    theirs.state.update({shard.local: ours.kept(shard) for shard in ours.shards})
+
+    def step(rate, divisor, found_inf):
+        theirs.grad_scale, theirs.found_inf = divisor, found_inf
+        theirs.step()
+
+    other.step.optimizer = SimpleNamespace(step=step, writes_copies=False)
     expected = [row[0] for row in train(other, iterations=range(12), sums=())]
     assert losses == pytest.approx(expected, rel=1e-4 if keys["dtype"] == "float32" else 5e-3)
 

@@ -75,7 +75,7 @@ class AdamW(Optimizer):
 
     def __init__(self, shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None):
         super().__init__(shards, config, row_group)
-        self.betas, device = (config.beta1, config.beta2), self.shards[0].local.device
+        self.betas = config.beta1, config.beta2
         self.on_gpu = self.writes_copies = self.shards[0].local.is_cuda
         if self.on_gpu and importlib.util.find_spec("triton") is None:
             raise UserError(
@@ -83,31 +83,18 @@ class AdamW(Optimizer):
                 "not installed; torch's CUDA wheels bring it along, so reinstall torch with them"
             )
         if config.adam_dtype == "8bit":
-            maps_on(device)  # copied now: a capture must not
+            maps_on(self.shards[0].local.device)  # copied now: a capture must not
 
     @torch.no_grad()
     def step(self, rate: torch.Tensor, divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
-        self.update(self.shards, rate, divisor, found_inf)
-
-    def update(
-        self, shards: list[Shard], rate: torch.Tensor, divisor: torch.Tensor, found_inf: torch.Tensor
-    ) -> None:
-        steps = self.count(shards, found_inf)
+        steps = self.count(self.shards, found_inf)
         corrections = _bias_corrections(torch.stack(steps), self.betas)
-        for shard, step, *correction in zip(shards, steps, *corrections, strict=True):
+        for shard, step, *correction in zip(self.shards, steps, *corrections, strict=True):
             mean, square = _moments(self.kept(shard))
-            self._form(mean)(
-                shard.local,
-                shard.grad,
-                mean,
-                square,
-                shard.working_copy if self.writes_copies else None,
-                Scalars(rate, divisor, found_inf, step, *correction),
-                self.betas,
-                EPS,
-                self.decay(shard),
-                self.roundings.get(shard.name),
-            )
+            copy = shard.working_copy if self.writes_copies else None
+            scalars = Scalars(rate, divisor, found_inf, step, *correction)
+            numbers = self.betas, EPS, self.decay(shard), self.roundings.get(shard.name)
+            self._form(mean)(shard.local, shard.grad, mean, square, copy, scalars, *numbers)
 
     def _form(self, mean: torch.Tensor | Moment) -> Callable[..., None]:
         if not self.on_gpu:
@@ -148,19 +135,7 @@ def fused_adamw(weight, gradient, mean, square, copy, scalars: Scalars, betas, e
     """torch's own kernel, on a CPU with everything in fp32. It also divides the gradient in place."""
     assert copy is rounding is None
     torch._fused_adamw_(
-        [weight],
-        [gradient],
-        [mean],
-        [square],
-        [],
-        [scalars.step],
-        lr=scalars.rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=scalars.grad_scale,
-        found_inf=scalars.found_inf,
-    )
+        [weight], [gradient], [mean], [square], [], [scalars.step], lr=scalars.rate, beta1=betas[0],
+        beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        grad_scale=scalars.grad_scale, found_inf=scalars.found_inf,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from ops.orthogonalize import nominal_flops, orthogonalize
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.optimization.adamw import AdamW
-from training.optimization.optimizer import Kept, trained_shapes
+from training.optimization.optimizer import Kept, group_of, trained_shapes
 from training.strategies.owners import Owners
 from training.strategies.strategy import Shard
 
@@ -87,13 +87,11 @@ class Muon(AdamW):
         mine = {name: weight for name, weight in weights.items() if is_muons(name, weight.shape)}
         rest = super().describe({name: w for name, w in weights.items() if name not in mine}, config)
         model = config.model_config()
+        flops = sum(orthogonalization_flops(name, weight, model) for name, weight in mine.items())
         group = {
             "optimizer": "muon",
-            "weight_decay": config.weight_decay,
-            "tensors": len(mine),
-            "params": sum(weight.numel() for weight in mine.values()),
-            # of an update; not in the MFU, which counts the model's
-            "orthogonalization_flops": sum(orthogonalization_flops(n, w, model) for n, w in mine.items()),
+            **group_of(mine.values(), config.weight_decay),
+            "orthogonalization_flops": flops,  # of an update; not in the MFU, which counts the model's
         }
         kind = f"Muon on the matrices of blocks, {rest['type']} on the rest"
         return rest | {"type": kind, "param_groups": [group, *rest["param_groups"]]}
@@ -105,8 +103,8 @@ class Muon(AdamW):
     def __init__(self, shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None):
         super().__init__(shards, config, row_group)
         self.muons = [s for s in self.shards if is_muons(s.name, s.parameter.shape)]
-        self.rest = [s for s in self.shards if not is_muons(s.name, s.parameter.shape)]
-        if not self.muons or not self.rest:
+        self.shards = [s for s in self.shards if not is_muons(s.name, s.parameter.shape)]  # AdamW's
+        if not self.muons or not self.shards:
             raise UserError("optimizer='muon', but all that it would train is frozen; use --optimizer=adamw")
         self.momentum = config.muon_momentum
         self.model, self.dtype = config.model_config(), DTYPES[config.dtype]
@@ -123,7 +121,7 @@ class Muon(AdamW):
         directions = {i: whole.to(self.dtype) for i, whole in wholes.items()}
         for shard, direction in zip(self.muons, self.owners.scatter(directions), strict=True):
             self._apply(shard, direction, rate, found_inf)
-        self.update(self.rest, rate, divisor, found_inf)
+        super().step(rate, divisor, found_inf)
 
     def _blend(self, shard: Shard, divisor: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
         """Updates the momentum. Nesterov's blend of it and the gradient, in blend_dtype."""

@@ -9,6 +9,7 @@ is an example.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,6 @@ class Kept(NamedTuple):
     item: str  # of the memory estimate, where it is counted
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Rounding(NamedTuple):
-    """How a weight and what is kept of it are rounded to bf16 (ops/quantization/random_bits.py)."""
-
-    key: torch.Tensor  # of this weight; its iteration is the weight's step
-    start: int  # index of the shard's first element in the whole weight
 
 
 class Optimizer:
@@ -72,11 +66,9 @@ class Optimizer:
     @classmethod
     def describe(cls, weights: dict[str, torch.Tensor], config: TrainConfig) -> dict[str, Any]:
         """The record's startup_info.optimizer; `weights` are the whole model's that are not frozen."""
-        matrices = [weight for weight in weights.values() if weight.ndim >= 2]
-        vectors = [weight for weight in weights.values() if weight.ndim < 2]
         groups = [
-            {"weight_decay": decay, "tensors": len(group), "params": sum(w.numel() for w in group)}
-            for group, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+            group_of([weight for weight in weights.values() if weight.ndim >= 2], config.weight_decay),
+            group_of([weight for weight in weights.values() if weight.ndim < 2], 0.0),
         ]
         return {"type": cls.__name__, "weight_rounding": config.weight_rounding, "param_groups": groups}
 
@@ -101,10 +93,15 @@ class Optimizer:
     def __init__(self, shards: list[Shard], config: TrainConfig, row_group: dist.ProcessGroup | None = None):
         """shards: of the whole model, in its order; the frozen ones are left out. row_group: the ranks that
         share the rows of matrices (Strategy.row_group)."""
-        self.config, self.row_group = config, row_group
-        self.roundings = make_roundings(shards, config)
+        self.config = config
         self.shards = [shard for shard in shards if shard.trains]
         self.state = {shard.name: self._zeros(shard) for shard in self.shards}
+        # key and first element of each weight's random bits; a weight's number is its place in the model
+        self.roundings: dict[str, tuple[torch.Tensor, int]] = {}
+        if config.weight_rounding == "stochastic":
+            seed = stream_seed(config.seed, WEIGHT_ROUNDING) >> 1  # 63 bits
+            for number, shard in enumerate(shards):
+                self.roundings[shard.name] = weight_key(seed, number, shard.local.device), shard.start
 
     def _zeros(self, shard: Shard) -> dict[str, torch.Tensor]:
         rows = shard.local.shape[:1]
@@ -138,21 +135,15 @@ class Optimizer:
         """Stores a new weight, fp32, rounded as the key weight_rounding says, unless found_inf is 1."""
         weight, rounding = shard.local, self.roundings.get(shard.name)
         if rounding is not None and weight.dtype == torch.bfloat16:
-            rounding.key[1].copy_(self.state[shard.name]["step"])
-            new = bf16_stochastically(new, rounding.key, start=rounding.start)
+            key, start = rounding
+            key[1].copy_(self.state[shard.name]["step"])
+            new = bf16_stochastically(new, key, start=start)
         weight.copy_(torch.where(found_inf > 0, weight, new.to(weight.dtype)))
 
 
-def make_roundings(shards: list[Shard], config: TrainConfig) -> dict[str, Rounding]:
-    """Of all weights of the model; none if they are rounded to nearest. A weight's number is its place in the
-    model, since every strategy has its shards in that order."""
-    if config.weight_rounding != "stochastic":
-        return {}
-    seed = stream_seed(config.seed, WEIGHT_ROUNDING) >> 1  # 63 bits
-    return {
-        shard.name: Rounding(weight_key(seed, number, shard.local.device), shard.start)
-        for number, shard in enumerate(shards)
-    }
+def group_of(weights: Collection[torch.Tensor], decay: float) -> dict[str, Any]:
+    """One of the record's param_groups."""
+    return {"weight_decay": decay, "tensors": len(weights), "params": sum(w.numel() for w in weights)}
 
 
 # --- the one that a run has ---
