@@ -193,7 +193,7 @@ class Replicated:
             whole = self.views[shard.name]
             of_parameter[shard.parameter] = whole[: len(shard.parameter)] if shard.is_matrix else whole
             if shard.local.is_cuda and shard.local.dtype == torch.float32:
-                shard.local.grad_dtype = None  # any: ops/triton_kernels/adamw.py reads all
+                shard.local.grad_dtype = None  # any: an update reads all
         offer_sums(self.module, of_parameter)
         message_of = {name: i for i, m in enumerate(self.messages) for bucket in m for name in bucket.views}
         for shard in self.trained:
