@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from ops.quantized_linear import QuantizedLinear
 from support.faults import digest, saved_steps
 from support.flipped_bits import BIT, ELEMENT, flip, flip_activation, flip_gradient
 from support.graphed_runs import Fake, build, graphed, rate, same, weights
@@ -21,6 +20,7 @@ from support.helpers import (
 import train
 from common.errors import UserError
 from model import manual_attention
+from ops.float8_linear import Float8Linear
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.faults.anomalies import AnomalyPolicy, Diverged
@@ -48,7 +48,7 @@ def iterate(parts, iterations, looks=(), step=None) -> list[tuple]:
 
 def everything(parts) -> list[torch.Tensor]:
     """All that an iteration changes, and the generator of dropout."""
-    held = weights(parts) + [t.clone() for t in parts.state.low_precision.state().values()]
+    held = weights(parts) + [t.clone() for t in parts.state.recipe.state().values()]
     return [*held, *parts.state.loss_scale.state().values(), torch.get_rng_state()]
 
 
@@ -172,7 +172,7 @@ def test_a_lasting_flip_in_a_working_copy_is_found(dataset, keys, what):
     strategy = parts.state.strategy
     iterate(parts, range(2), looks=(0,))
     if "quantized" in what:
-        layers = [m for m in strategy.module.modules() if isinstance(m, QuantizedLinear)]
+        layers = [m for m in strategy.module.modules() if isinstance(m, Float8Linear)]
         flip(layers[1].quantized.columns, bit=3)
     else:
         flip(strategy.working_copies()[WEIGHT], bit=3)

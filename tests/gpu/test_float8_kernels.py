@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import fake_norm
+from support.all_recipes import use_recipe_in
 from support.tensors import (
     E4M3,
     E5M2,
@@ -10,16 +11,14 @@ from support.tensors import (
     error,
     fp8_linear,
     random_bf16,
-    use_recipe,
 )
 
 from model import Block, rotary_angles
 from model_config import model_config
 from ops import float8
 from ops.activation import Activation, no_delta
-from ops.cross_entropy import cross_entropy, cross_entropy_float8
+from ops.losses import cross_entropy, cross_entropy_float8
 from ops.heads import Rotary, split_heads
-from ops.linear import Linear
 from ops.norm import RMSNorm
 from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 from training.hardware.attention_kernels import _sdpa_default
@@ -124,13 +123,13 @@ def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds(
     ):
         generator = torch.Generator("cuda").manual_seed(index)
         torch.nn.init.normal_(parameter, float("norm" in name), 0.05, generator=generator)
-    for module in (m for block in blocks for m in block.modules() if isinstance(m, Linear)):
-        use_recipe(module, "fp8_tensorwise")
+    for block in blocks:
+        use_recipe_in(block, "fp8_tensorwise")
     rotary = rotary_angles(64, config.head_dim, 1e4, "cuda")
     x, above = (random_bf16(2, 64, 256, device="cuda", std=std) for std in (1.0, 0.01))
 
     def results(hands: bool, wrap=lambda module: module):
-        fake_norm.let_layers_ask(monkeypatch, hands)
+        fake_norm.let_layers_ask(monkeypatch, *blocks, layers_tell=hands)
         start = x.clone().requires_grad_()
         total, delta = start, no_delta(start)
         for block in blocks:

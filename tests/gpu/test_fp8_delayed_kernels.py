@@ -6,7 +6,7 @@ from support.tensors import E4M3, E5M2, random, random_bf16
 
 from ops import float8
 from recipes.formats import delayed_scaling
-from recipes.fp8_delayed import delayed_quantize, delayed_requantize, delayed_swiglu_backward
+from recipes.delayed_casts import delayed_quantize, delayed_requantize, delayed_swiglu_backward
 
 pytestmark = pytest.mark.gpu
 

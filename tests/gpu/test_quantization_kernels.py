@@ -8,8 +8,8 @@ from support.tensors import random, random_bf16
 
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from recipes.formats.hadamard import random_hadamard
-from recipes.mxfp8 import mxfp8_operand
-from recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from recipes.mxfp8_linear import mxfp8_operand
+from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.hardware.capability import capability, low_precision_support
 
 pytestmark = pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.quantized_linear import refresh_weights
+from ops.linear import refresh_weights
 from support.tensors import close
 
 from model import manual_attention

@@ -4,9 +4,10 @@ import torch
 from support import triton_interpreter
 from support.emulated_operands import KEY, matrices
 
-from ops.triton_kernels import block_scaled, nvfp4, philox
+from ops.triton_kernels import philox
+from recipes.kernels import block_scaled, nvfp4
 from recipes.block_scaled import block_forms
-from recipes.nvfp4 import nvfp4_amaxes
+from recipes.nvfp4_linear import nvfp4_amaxes
 
 FIELDS = ("rows", "columns", "scales of rows", "scales of columns")
 

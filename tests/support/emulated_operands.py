@@ -5,9 +5,10 @@ from support import triton_interpreter
 from support.tensors import random
 
 from ops.quantization.random_bits import random_key
-from ops.triton_kernels import mxfp8, nvfp4, philox
-from recipes.mxfp8 import mxfp8_operand
-from recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.triton_kernels import philox
+from recipes.kernels import mxfp8, nvfp4
+from recipes.mxfp8_linear import mxfp8_operand
+from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}

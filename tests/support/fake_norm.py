@@ -5,12 +5,13 @@ import sys
 import types
 
 import torch
-from ops.quantized_linear import QuantizedLinear, QuantizedMatmul
 
-import model
+from model import FeedForward
 from ops import norm
 from ops.activation import Activation
 from ops.feed_forward import Float8SwiGLU, feed_forward
+from ops.float8 import amax_of
+from ops.float8_linear import Float8Linear, Float8Matmul
 from ops.swiglu import swiglu
 
 handed: list[torch.Tensor] = []
@@ -41,8 +42,9 @@ def backward(total, dnormed, dtotal, weight, rows, centered, bias, amax):
     return dx, torch.stack(dweights).sum(1), largest
 
 
-def use(monkeypatch, layers_tell=True) -> None:
-    """Blocks take the way of a GPU from here on, and `handed` has each amax that a norm hands on."""
+def use(monkeypatch, *modules, layers_tell=True) -> None:
+    """Blocks inside of the modules take the way of a GPU from here on, and `handed` has each amax that a norm
+    hands on."""
     handed.clear()
     kernels = types.ModuleType("ops.triton_kernels.norm")
     kernels.__dict__.update(triton_add_norm=forward, triton_add_norm_backward=backward)
@@ -51,28 +53,32 @@ def use(monkeypatch, layers_tell=True) -> None:
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     monkeypatch.setattr(norm, "add_norm", add_norm)
-    let_layers_ask(monkeypatch, layers_tell)
+    let_layers_ask(monkeypatch, *modules, layers_tell=layers_tell)
 
 
-def let_layers_ask(monkeypatch, layers_tell: bool) -> None:
-    """Whether layers in fp8 ask for the amax of their gradient, wherever they are: they do on a GPU."""
+def let_layers_ask(monkeypatch, *modules, layers_tell: bool) -> None:
+    """Whether layers in fp8 inside of the modules ask for the amax of their gradient, wherever they are: they
+    do on a GPU."""
 
     def project(self, x, tells_amax=False):
         assert self.bias is None
         asks = tells_amax and layers_tell
-        found = QuantizedMatmul.apply(x.value, self.known_amax(x), self.weight, self.low_precision, asks)
+        amax = amax_of(x.value) if x.amax is None and x.opaque else x.amax
+        found = Float8Matmul.apply(x.value, amax, self.weight, self, asks)
         y, gradient_amax = found if asks else (found, None)
         return Activation(y, gradient_amax=gradient_amax)
 
     def compute(x, up, activation, down):
         if activation is not swiglu:
             return feed_forward(x, up, activation, down)
-        layers = up.weight, up.low_precision, down.weight, down.low_precision
+        layers = up.weight, down.weight, up, down
         found = Float8SwiGLU.apply(x.value, x.amax, *layers, layers_tell)
         return found if layers_tell else (found, None)
 
-    monkeypatch.setattr(QuantizedLinear, "project", project)
-    monkeypatch.setattr(model.FeedForward, "compute", staticmethod(compute))
+    monkeypatch.setattr(Float8Linear, "project", project)
+    for layer in (inside for module in modules for inside in module.modules()):
+        if isinstance(layer, FeedForward):
+            monkeypatch.setattr(layer, "compute", compute)
 
 
 def add_norm(x, delta, settings):

@@ -15,12 +15,12 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 
 import torch
 
+import recipes.quack
 from recipes import quack_matmuls as quack
 from training import inputs
 from training.hardware.capability import CPU
-from training.optimization import ffn_backend
 
-HERE = dataclasses.replace(CPU, quack=True)
+HERE = dataclasses.replace(CPU, compute=recipes.quack.HOPPER)
 VERSIONS = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.7.1"}
 
 
@@ -51,7 +51,7 @@ INTERFACE.gemm_act, INTERFACE.gemm_dact = gemm_act, gemm_dact
 MODULES = {"quack": ModuleType("quack"), INTERFACE.__name__: INTERFACE}
 MACHINE = [
     (inputs, "capability", lambda device: HERE),
-    (ffn_backend, "metadata", metadata_of(VERSIONS)),
+    (recipes.quack, "metadata", metadata_of(VERSIONS)),
     (torch.version, "cuda", "13.0"),
 ]
 

@@ -6,9 +6,10 @@ from support.emulated_operands import assert_same_bits, matrices
 from support.tensors import random_bf16
 
 from ops import float8
-from ops.triton_kernels import delayed_float8 as kernels
+from recipes.kernels import delayed_float8 as kernels
+from recipes.kernels import delayed_swiglu
 from ops.triton_kernels import swiglu
-from recipes.fp8_delayed import plain_delayed_quantize
+from recipes.delayed_casts import plain_delayed_quantize
 
 SCALES = 0.0, 37.5  # without a history, and with one
 AMAXES = 0.0, 1e30, torch.nan
@@ -50,7 +51,7 @@ def assert_swiglu_kernels_equal_a_cast(shape, device):
         for scale in SCALES:
             ours_amax, plain_amax = (torch.zeros((), device=device) for _ in "ab")
             state, dtype = torch.tensor(scale, device=device), float8.GRADIENT
-            ours = swiglu.triton_delayed_swiglu_backward(gate_up, d, state, ours_amax, dtype, 64)
+            ours = delayed_swiglu.triton_delayed_swiglu_backward(gate_up, d, state, ours_amax, dtype, 64)
             plain = plain_delayed_quantize(dx, state, plain_amax, dtype, None)
             assert_same((*ours, ours_amax), (*plain, plain_amax), f"SwiGLU, {name}, {scale}")
 
@@ -63,7 +64,7 @@ def assert_same(ours, plain, name):
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported
-    triton_interpreter.prepare(kernels, swiglu)
+    triton_interpreter.prepare(kernels, swiglu, delayed_swiglu)
     kernels.WALKED = 1024
     assert_delayed_kernels_equal_plain_forms((66, 96), "cpu")
     assert_delayed_kernels_equal_plain_forms((33, 48), "cpu")

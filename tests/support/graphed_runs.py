@@ -55,16 +55,16 @@ def build(dataset, world: World | None = None, **keys) -> Parts:
     dtype = DTYPES[config.dtype]
     model = model_builder.build_model(config.model_config(), manual_attention, dtype)
     model.init_weights(world.device, seed=1)
-    low_precision = use_low_precision(model, config, world)
+    recipe = use_low_precision(model, config, world)
     model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
     loss_scale = LossScale(config.dtype == "float16", world.device)
     guard = UpdateGuard(config, world.device)
-    step = EagerStep(strategy, optimizer, loss_scale, config, guard, low_precision=low_precision)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard, recipe)
     torch.manual_seed(7)
-    state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
+    state = TrainState(strategy, optimizer, loss_scale, world, guard, recipe)
     windows = make_windows(open_sources(config, scan=False), config)
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)
 

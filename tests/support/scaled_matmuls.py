@@ -1,7 +1,7 @@
 """Stand-ins for torch's matmul of scaled blocks, and a GPU that has one. They read codes and scales in the
 layout of the real one."""
 
-from ops.recipes import block_scaled
+from recipes import block_scaled
 
 from recipes.block_scaled import numbers_and_factor
 from training.hardware import peaks

@@ -50,7 +50,7 @@ class Run:
         return self.step(ids[..., :-1], ids[..., 1:], 1e-2, False, second_look)
 
     def tensors(self) -> list[torch.Tensor]:
-        held = {**self.state.tensors(), **self.state.low_precision.state()}
+        held = {**self.state.tensors(), **self.state.recipe.state()}
         return [tensor.clone() for tensor in held.values()]
 
     def suffer(self, plant) -> dict:

@@ -1,12 +1,11 @@
 """Tensors of fixed random numbers, and how far two are apart."""
 
 import torch
-from ops.quantized_linear import convert_layer, refresh_weights
+from support.all_recipes import use_recipe
 
 from model_config import model_config
 from ops import float8
 from ops.linear import Linear
-from training.optimization.low_precision import LINEARS
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)
@@ -38,13 +37,6 @@ def fp8_linear(weight):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
     return use_recipe(layer, "fp8_tensorwise")
-
-
-def use_recipe(layer, recipe, state=None, gradient_dtype=E5M2):
-    """The same Linear in low precision, its weight quantized."""
-    convert_layer(layer, LINEARS[recipe], gradient_dtype, state)
-    refresh_weights(layer)
-    return layer
 
 
 def assert_requantized_as_each_alone(device):

@@ -6,27 +6,25 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.quantized_linear import convert_layer, refresh_weights
-from ops.recipes import block_scaled, block_scaled_check
 from support import scaled_matmuls
+from support.all_recipes import BLOCKS, EMULATED, SCALED
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.scaled_matmuls import decode
 from support.tensors import random_bf16
 
-from ops.linear import Linear
+from ops.linear import Linear, refresh_weights
 from ops.quantization.random_bits import random_key
+from recipes import block_recipe, block_scaled, block_scaled_check
 from recipes.block_scaled import block_forms
 from recipes.block_scaled_check import find_difference
 from recipes.formats.scale_layout import from_tiles, tiles, to_tiles
-from recipes.mxfp8 import mxfp8_operand
-from recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from recipes.mxfp8_linear import mxfp8_operand
+from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import FORMATS
 from training.memory.estimate import estimate_memory
-from training.optimization import low_precision
-from training.optimization.low_precision import BLOCK_SCALED, LINEARS
 
-RECIPES = tuple(BLOCK_SCALED)
+RECIPES = tuple(BLOCKS)
 KEY = random_key(seed=5, iteration=3, micro_step=1, tensor=7)
 M, K, N = 96, 160, 224  # no multiple of a tile of scales
 
@@ -86,9 +84,9 @@ def test_torch_gets_row_major_times_column_major_and_scales_in_their_dtypes(monk
     if function == "_scaled_mm":
         monkeypatch.delattr(F, "scaled_mm")
     monkeypatch.setattr(F if function == "scaled_mm" else torch, function, record)
-    low = layer_of(recipe, BLOCK_SCALED).low_precision
-    x = low.kind.quantize_input(random_bf16(M, K), None, low)
-    product = block_scaled.scaled_mm(x.rows, x.scales, low.weight.rows, low.weight.scales, torch.bfloat16)
+    layer = layer_of(recipe, SCALED)
+    x, weight = layer.quantize(random_bf16(M, K)), layer.quantized
+    product = block_scaled.scaled_mm(x.rows, x.scales, weight.rows, weight.scales, torch.bfloat16)
     fp4 = recipe == "nvfp4"
     assert given["a"].dtype == (torch.float4_e2m1fn_x2 if fp4 else torch.float8_e4m3fn)
     assert given["a"].stride(1) == given["b"].stride(0) == 1 and given["b"].shape == (K // (1 + fp4), N)
@@ -98,7 +96,7 @@ def test_torch_gets_row_major_times_column_major_and_scales_in_their_dtypes(monk
     assert [len(one) for one in blocks] == [
         512 * math.prod(tiles(rows, K // (16 if fp4 else 32))) for rows in (M, N)
     ]
-    factors = [decode_factor(one) for one in (x, low.weight)] if fp4 else [1.0, 1.0]
+    factors = [decode_factor(one) for one in (x, weight)] if fp4 else [1.0, 1.0]
     if function == "_scaled_mm":  # which takes no global factors
         assert (product == torch.tensor(factors[0] * factors[1]).bfloat16()).all()
     elif fp4:
@@ -117,14 +115,14 @@ def test_the_installed_torch_has_an_entry_point_which_no_cpu_runs():
     }
     assert found == {"scaled_mm": True, "_scaled_mm": True}, torch.__version__
     for recipe in RECIPES:
-        found = find_difference(BLOCK_SCALED[recipe], LINEARS[recipe], (N, K), M, KEY)
+        found = find_difference(SCALED[recipe], EMULATED[recipe], (N, K), M, KEY)
         assert found.startswith("96 tokens, weight 224 x 160: ValueError: CPU does not support"), found
 
 
 def test_a_torch_without_an_entry_point_emulates_and_says_why(monkeypatch):
     monkeypatch.delattr(F, "scaled_mm")
     monkeypatch.delattr(torch, "_scaled_mm")
-    found = find_difference(BLOCK_SCALED["mxfp8"], LINEARS["mxfp8"], (N, K), M, KEY)
+    found = find_difference(SCALED["mxfp8"], EMULATED["mxfp8"], (N, K), M, KEY)
     assert "AttributeError: module 'torch' has no attribute '_scaled_mm'" in found
 
 
@@ -134,10 +132,10 @@ def test_a_torch_without_an_entry_point_emulates_and_says_why(monkeypatch):
 def layer_of(recipe, kinds, summed=False):
     layer = Linear(K, N, bias=False)
     layer.weight.data = random_bf16(N, K, std=0.05)
-    layer.weight_grad = torch.zeros(N, K) if summed else None
-    convert_layer(layer, kinds[recipe], torch.float8_e4m3fn, KEY)
-    refresh_weights(layer)
-    return layer
+    low = kinds[recipe](layer, KEY)
+    low.weight_grad = torch.zeros(N, K) if summed else None
+    refresh_weights(low)
+    return low
 
 
 @pytest.mark.parametrize("summed", [True, False])
@@ -145,7 +143,7 @@ def layer_of(recipe, kinds, summed=False):
 def test_the_three_products_are_those_of_the_emulation(multiplied_by, recipe, summed):
     multiplied_by(scaled_matmuls.emulating)
     dy, made = random_bf16(M, N), []
-    for kinds in (BLOCK_SCALED, LINEARS):
+    for kinds in (SCALED, EMULATED):
         layer, x = layer_of(recipe, kinds, summed), random_bf16(M, K).requires_grad_()
         y = layer(x)
         y.backward(dy)
@@ -157,7 +155,7 @@ def test_the_three_products_are_those_of_the_emulation(multiplied_by, recipe, su
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_code_is_one_graph_with_the_same_results(multiplied_by, recipe):
     multiplied_by(scaled_matmuls.exact)
-    layer, dy, made = layer_of(recipe, BLOCK_SCALED, summed=True), random_bf16(M, N), []
+    layer, dy, made = layer_of(recipe, SCALED, summed=True), random_bf16(M, N), []
     for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         layer.weight_grad.zero_()
         x = random_bf16(M, K).requires_grad_()
@@ -171,7 +169,7 @@ def test_weights_are_quantized_where_they_are_and_an_evaluation_may_have_any_num
     multiplied_by, recipe
 ):
     multiplied_by(scaled_matmuls.exact)
-    layer = layer_of(recipe, BLOCK_SCALED)
+    layer = layer_of(recipe, SCALED)
     addresses = [form.data_ptr() for form in layer.quantized]
     layer.weight.data = random_bf16(N, K, std=3.0)
     refresh_weights(layer)
@@ -188,31 +186,31 @@ def test_weights_are_quantized_where_they_are_and_an_evaluation_may_have_any_num
 def test_what_computes_like_tensor_cores_passes(multiplied_by, recipe, sides):
     multiplied_by(scaled_matmuls.exact)
     for tokens in (64, 5024):
-        assert find_difference(BLOCK_SCALED[recipe], LINEARS[recipe], sides, tokens, KEY) is None
+        assert find_difference(SCALED[recipe], EMULATED[recipe], sides, tokens, KEY) is None
 
 
 @pytest.mark.parametrize(("tokens", "runs"), [(96, True), (80, False), (4128, True), (4112, False)])
 def test_tokens_that_nvfp4_can_only_emulate_fail_the_check(multiplied_by, tokens, runs):
     """The emulation takes multiples of 16 tokens, torch's matmul of two codes a byte multiples of 32."""
     multiplied_by(scaled_matmuls.exact)
-    found = find_difference(BLOCK_SCALED["nvfp4"], LINEARS["nvfp4"], (64, 32), tokens, KEY)
+    found = find_difference(SCALED["nvfp4"], EMULATED["nvfp4"], (64, 32), tokens, KEY)
     assert found == (None if runs else f"{tokens:,} tokens are no multiple of 32")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_wrong_scale_or_code_is_found(multiplied_by, monkeypatch, recipe):
-    kinds = BLOCK_SCALED[recipe], LINEARS[recipe]
+    kinds = SCALED[recipe], EMULATED[recipe]
     multiplied_by(scaled_matmuls.wrong_scale)
     assert "forward is off by " in find_difference(*kinds, (N, K), M, KEY)
     multiplied_by(scaled_matmuls.exact)
     quantize = kinds[0].quantize_gradient
 
-    def one_other_code(dy, amax, low):
-        operand = quantize(dy, amax, low)
+    def one_other_code(self, dy):
+        operand = quantize(self, dy)
         operand.columns.view(torch.uint8)[-1, 4] ^= 1
         return operand
 
-    monkeypatch.setattr(kinds[0], "quantize_gradient", staticmethod(one_other_code))
+    monkeypatch.setattr(kinds[0], "quantize_gradient", one_other_code)
     found = find_difference(*kinds, (N, K), M, KEY)
     assert found == "96 tokens, weight 224 x 160: the columns of dy have other numbers (1 of 21,504)"
 
@@ -246,7 +244,7 @@ def test_a_run_has_the_losses_of_the_emulation(trained, multiplied_by, monkeypat
     plain, _ = trained("emulated", **keys)
     multiplied_by(scaled_matmuls.emulating)
     if recipe == "nvfp4":  # the emulation rounds global factors into its operands, which the check forbids
-        monkeypatch.setattr(low_precision, "find_difference", lambda *arguments: None)
+        monkeypatch.setattr(block_recipe, "find_difference", lambda *arguments: None)
     ours, log = trained("native", **keys)
     assert losses(ours) == losses(plain)
     said = ours["startup_info"]["low_precision"]
@@ -326,7 +324,7 @@ def test_if_one_of_two_ranks_fails_both_emulate(tmp_path):
 @pytest.mark.parametrize(("recipe", "form"), [("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)])
 def test_the_estimate_counts_the_bytes_of_codes_and_scales(recipe, form):
     config = TrainConfig(low_precision=recipe, arch_preset="qwen3", n_layer=4, n_embd=512, n_head=4)
-    emulated, native = (estimate_memory(config, 1, block_scaled) for block_scaled in (False, True))
+    emulated, native = (estimate_memory(config, 1, native) for native in (False, True))
     elements = 4 * config.model_config().block_matrices
     assert native[f"quantized weights ({recipe})"] * 2**30 == pytest.approx(2 * form * elements)
     x = random_bf16(256, 512)

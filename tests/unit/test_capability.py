@@ -6,23 +6,14 @@ import types
 
 import pytest
 import torch
+from support.all_recipes import BLOCKS, ONE_SCALE, RECIPES
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
-from training.hardware.capability import (
-    CHECKED,
-    CPU,
-    CUDNN,
-    EMULATED,
-    NATIVE,
-    TABLE,
-    TORCH,
-    capability,
-    emulation_warnings,
-    lookup,
-    low_precision_support,
-    require_low_precision,
-)
+from ops.recipe import CHECKED, EMULATED, NATIVE
+from training.configuration.keys import TrainConfig
+from training.hardware.capability import CPU, CUDNN, TABLE, TORCH, capability, lookup
+from training.optimization.low_precision import emulation_warnings, require_low_precision
 
 # what each must have: cuDNN attention by name, backends with packages, bf16, fp8
 EXPECTED = {
@@ -47,8 +38,9 @@ def test_a_gpu_has_what_its_capability_has(monkeypatch, compute):
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
     blocks = CHECKED if compute[0] == 10 else EMULATED if here.bf16 else None
-    assert low_precision_support("fp8_tensorwise", here) == (NATIVE if here.fp8 else None)
-    assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == blocks
+    for kind in ONE_SCALE.values():
+        assert kind.support(here) == (NATIVE if here.fp8 else None)
+    assert [kind.support(here) for kind in BLOCKS.values()] == [blocks, blocks]
 
 
 def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above():
@@ -73,40 +65,41 @@ def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     assert capability("cpu") == capability(torch.device("cpu")) == CPU
     assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), False)
-    assert low_precision_support("fp8_tensorwise", CPU) == EMULATED
+    assert [kind.support(CPU) for kind in RECIPES.values()] == [EMULATED] * 4
 
 
 def test_a_recipe_on_a_gpu_that_cannot_run_it_is_an_error_that_says_what_to_set():
     with pytest.raises(UserError) as error:
-        require_low_precision("mxfp8", lookup((7, 0), "Tesla V100-SXM2-32GB"))
+        require_low_precision(TrainConfig(low_precision="mxfp8"), lookup((7, 0), "Tesla V100-SXM2-32GB"))
     assert str(error.value) == (
         "low_precision='mxfp8' needs bfloat16 (compute capability 8.0 or above), in which it is "
         "emulated, but Tesla V100-SXM2-32GB has 7.0; set --low_precision=none"
     )
     with pytest.raises(UserError, match="needs fp8 tensor cores .* but NVIDIA A100-SXM4-80GB has 8.0; set"):
-        require_low_precision("fp8_delayed", lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
+        require_low_precision(TrainConfig(low_precision="fp8_delayed"), lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
 
 
 def test_nothing_else_asks_for_the_capability():
-    patterns = ("*.py", "training/**/*.py", "ops/**/*.py", "bench/*.py")
+    patterns = ("*.py", "training/**/*.py", "ops/**/*.py", "recipes/**/*.py", "bench/*.py")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     asks = re.compile(r"get_device_capability|\.(major|minor)\b")
     assert [path.name for path in files if asks.search(path.read_text())] == ["capability.py"]
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["none", *RECIPES])
 def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
+    config = TrainConfig(low_precision=recipe)
     for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((12, 0), "RTX 5090"), ((10, 0), "B200")):
-        here, blocks = lookup(compute, name), recipe in ("mxfp8", "nvfp4")
-        warnings = emulation_warnings(recipe, here)
+        here, blocks = lookup(compute, name), recipe in BLOCKS
+        warnings = emulation_warnings(config, here)
         assert len(warnings) == (blocks and name != "B200")
         if blocks:  # on a B200, a run whose check has failed
-            (warning,) = emulation_warnings(recipe, here, EMULATED)
+            (warning,) = emulation_warnings(config, here, EMULATED)
             assert warnings in ([], [warning])
             faster = "none" if name == "A100" else "fp8_tensorwise"
             assert f"emulated on {name}: slower than bf16 (it needs compute capability 10.x" in warning
             assert f"take {faster!r}" in warning
-    assert emulation_warnings(recipe, lookup((10, 0), "B200"), CHECKED) == []
+    assert emulation_warnings(config, lookup((10, 0), "B200"), CHECKED) == []
 
 
 def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.all_recipes import recipe_of
 from support.checkpoint_parts import (
     as_format_2,
     copies,
@@ -26,6 +27,7 @@ from support.checkpoint_parts import (
 from support.helpers import ROOT, checkpoint_tensors, edit_json
 
 from common.errors import UserError
+from ops.linear import Linear
 from training.checkpoints.loading import load_checkpoint, load_weights
 from training.checkpoints.saved_state import read_state
 from training.checkpoints.tensor_files import Part, read_header, write_parts
@@ -135,11 +137,11 @@ def test_an_optional_tensor_of_another_shape_begins_anew_and_the_others_are_read
     config = make_config(tmp_path / "out")
     before, now = make_state(config, 1), make_state(config, 2)
     for state, length in ((before, 4), (now, 2)):
-        state.low_precision = DelayedScaling(1, replace(config, amax_history=length), torch.device("cpu"))
-    for tensor in before.low_precision.state().values():
+        state.recipe = recipe_of("fp8_delayed", Linear(16, 16), amax_history=length)
+    for tensor in before.recipe.state().values():
         tensor.fill_(3.0)
     load_checkpoint(save(make_saver(config, before), 3), now)
-    kept = now.low_precision.state()
+    kept = now.recipe.state()
     assert kept["scale"].tolist() == [3, 3, 3] and not kept["history"].any()
     assert all(torch.equal(tensor, copies(now)[name]) for name, tensor in copies(before).items())
 

@@ -1,12 +1,16 @@
-"""The comparison of an emulated recipe's kernels at the start of a run."""
+"""The comparison of a recipe's kernels at the start of a run."""
 
 import pytest
 import torch
-from recipes.properties import ALIGNMENTS
+from support.all_recipes import BLOCKS, ONE_SCALE, RECIPES, place_of
 
 from common.errors import RunError
-from ops import compare_casts as comparison
-from training.optimization.low_precision import check_kernels
+import recipes.mxfp8
+import recipes.nvfp4
+from ops import float8_recipe
+from ops.float8_recipe import check_kernels
+from ops.linear import Linear
+from training.configuration.keys import TrainConfig
 
 CPU = torch.device("cpu")
 KERNELS = {  # each kernel that is compared: its recipe, its name in the message
@@ -19,7 +23,8 @@ KERNELS = {  # each kernel that is compared: its recipe, its name in the message
 
 def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
     """After the plain forms, the comparison gets other numbers from the function."""
-    right, rounds = getattr(comparison, function), []
+    module = recipes.mxfp8 if function == "mxfp8_operand" else recipes.nvfp4
+    right, rounds = getattr(module, function), []
     plain = 2 if function == "nvfp4_operand" else 1  # calls of the first round
 
     def wrong(*arguments):
@@ -29,12 +34,47 @@ def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
             return found
         return tuple(map(spoil, found)) if isinstance(found, tuple) else spoil(found)
 
-    monkeypatch.setattr(comparison, function, wrong)
+    monkeypatch.setattr(module, function, wrong)
 
 
-@pytest.mark.parametrize("recipe", ALIGNMENTS)
+def compare(recipe, vocab_size=200):
+    """What a run compares that starts on a GPU."""
+    if recipe in BLOCKS:
+        return BLOCKS[recipe].compare_casts(CPU)
+    return float8_recipe.compare_float8(CPU, vocab_size)
+
+
+def check(recipe, vocab_size=200):
+    check_kernels(recipe, lambda: compare(recipe, vocab_size))
+
+
+@pytest.mark.parametrize("recipe", [*ONE_SCALE, *BLOCKS])
 def test_the_comparison_finds_nothing_where_plain_forms_run_twice(recipe):
-    assert comparison.compare_casts(recipe, CPU, 200) is None
+    assert compare(recipe) is None
+    check(recipe)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "mxfp8"])  # which keep no state on a GPU
+@pytest.mark.parametrize("in_head", [False, True])
+def test_a_recipe_on_a_gpu_compares_its_kernels_before_it_gives_a_layer_away(monkeypatch, recipe, in_head):
+    """Of the head, whose kernels depend on its width, with this width."""
+    kind, seen = RECIPES[recipe], []
+    layers, head = {"blocks.0.ffn.up": Linear(64, 96)}, {"head.lm_head": Linear(64, 160)} if in_head else {}
+    place = place_of()._replace(device=torch.device("cuda"))
+
+    def wrong(*arguments):
+        seen.append(arguments)
+        return "its kernel stores other numbers"
+
+    if recipe in BLOCKS:
+        monkeypatch.setattr(kind, "compare_casts", staticmethod(wrong))
+    else:
+        monkeypatch.setattr(float8_recipe, "compare_float8", wrong)
+    monkeypatch.setattr(kind, "convert", lambda *_: pytest.fail("a layer was converted"))
+    with pytest.raises(RunError, match=f"low_precision='{recipe}' cannot run .* stores other numbers"):
+        kind(TrainConfig(low_precision=recipe), layers, head, place)
+    expected = (place.device,) if recipe in BLOCKS else (place.device, 160 if in_head else None)
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize("function", KERNELS)
@@ -42,7 +82,7 @@ def test_a_kernel_that_writes_other_numbers_ends_the_run_with_its_name(function,
     recipe, message = KERNELS[function]
     spoiled(function, monkeypatch)
     with pytest.raises(RunError) as caught:
-        check_kernels(recipe, CPU, 200)
+        check(recipe)
     assert f"low_precision='{recipe}' cannot run on this GPU" in str(caught.value)
     assert message in str(caught.value) and "low_precision='none'" in str(caught.value)
 
@@ -51,7 +91,7 @@ def test_a_kernel_that_writes_other_numbers_ends_the_run_with_its_name(function,
 @pytest.mark.parametrize("field", ["rows", "columns"])
 def test_a_kernel_that_stores_wrong_fp8_numbers_ends_the_run_at_the_start(name, field, monkeypatch):
     """As ptxas' fault does: right shapes, right magnitudes, numbers of neighbors."""
-    right = getattr(comparison, name)
+    right = getattr(float8_recipe, name)
 
     def wrong(*arguments):
         result = right(*arguments)
@@ -59,18 +99,19 @@ def test_a_kernel_that_stores_wrong_fp8_numbers_ends_the_run_at_the_start(name, 
         spoilt = found._replace(**{field: getattr(found, field).roll(1, 0)})
         return (result[0], spoilt) if name == "cross_entropy_float8" else spoilt
 
-    monkeypatch.setattr(comparison, name, wrong)
+    monkeypatch.setattr(float8_recipe, name, wrong)
     with pytest.raises(RunError, match="stores wrong fp8 numbers.*low_precision='none'"):
-        check_kernels("fp8_delayed", CPU, 200)
+        check("fp8_delayed")
 
 
 def test_kernels_of_the_head_are_compared_only_if_it_computes_in_the_recipe(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("called")
 
-    monkeypatch.setattr(comparison, "cross_entropy_float8", fails)
-    assert comparison.compare_casts("fp8_tensorwise", CPU, None) is None
-    assert comparison.compare_casts("fp8_tensorwise", CPU, 200) == "a kernel failed: RuntimeError: called"
+    monkeypatch.setattr(float8_recipe, "cross_entropy_float8", fails)
+    check("fp8_tensorwise", None)
+    with pytest.raises(RunError, match="a kernel failed: RuntimeError: called"):
+        check("fp8_tensorwise", 200)
 
 
 def test_one_number_that_differs_is_enough(monkeypatch):
@@ -80,13 +121,13 @@ def test_one_number_that_differs_is_enough(monkeypatch):
         return x
 
     spoiled("mxfp8_operand", monkeypatch, one)
-    assert "(1 of 147,456)" in comparison.compare_casts("mxfp8", CPU, None)
+    assert "(1 of 147,456)" in compare("mxfp8")
 
 
-def test_a_kernel_that_does_not_compile_is_a_reason_not_an_error(monkeypatch):
+def test_a_kernel_that_does_not_compile_ends_the_run_with_its_reason(monkeypatch):
     def fails(x):
         raise RuntimeError("no such instruction\nptxas trace")
 
     spoiled("nvfp4_weight", monkeypatch, fails)
-    reason = "a kernel failed: RuntimeError: no such instruction"
-    assert comparison.compare_casts("nvfp4", CPU, None) == reason
+    with pytest.raises(RunError, match="a kernel failed: RuntimeError: no such instruction;"):
+        check("nvfp4")

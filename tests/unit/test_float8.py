@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import fake_norm
+from support.all_recipes import use_recipe_in
 from support.helpers import TINY
 from support.tensors import (
     E4M3,
@@ -14,7 +15,6 @@ from support.tensors import (
     error,
     fp8_linear,
     random_bf16,
-    use_recipe,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,6 @@ from ops import float8
 from ops.activation import Activation
 from ops.cross_entropy import LinearCrossEntropy
 from ops.feed_forward import feed_forward
-from ops.linear import Linear
 from ops.swiglu import swiglu
 
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
@@ -105,15 +104,14 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
 def test_an_amax_that_a_norms_backward_hands_on_changes_no_bit(preset, recomputed, monkeypatch):
     sizes = dict(n_layer=2, n_head=4, n_embd=64, d_ff=128, vocab_size=96, block_size=32)
     model = build_model(model_config(preset, **sizes), dtype=torch.bfloat16).init_weights("cpu", seed=0)
-    for layer in (m for m in model.modules() if isinstance(m, Linear)):
-        use_recipe(layer, "fp8_tensorwise")
+    use_recipe_in(model, "fp8_tensorwise")
     if recomputed:
         for block in model.blocks:
-            monkeypatch.setattr(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
+            block.compute = partial(checkpoint, block.compute, use_reentrant=False)
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
 
     def results(tells_amax):
-        fake_norm.use(monkeypatch, tells_amax)
+        fake_norm.use(monkeypatch, model, layers_tell=tells_amax)
         loss = model(ids, ids)
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
@@ -127,9 +125,9 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     x, weight = random_bf16(64, 32).requires_grad_(), random_bf16(80, 32, std=0.2)
     targets = torch.arange(64) % 80
     targets[5] = -100
-    low = fp8_linear(weight).low_precision
-    total = torch.zeros(80, 32)
-    loss = LinearCrossEntropy.apply(x, weight, targets, total, low, 2, True, None)
+    layer, total = fp8_linear(weight), torch.zeros(80, 32)
+    layer.weight_grad = total
+    loss = LinearCrossEntropy.apply(x, weight, targets, layer, 2, True, None)
     loss.backward()
     wide = x.detach().float().requires_grad_(), weight.float().requires_grad_()
     expected = F.cross_entropy(F.linear(*wide), targets)

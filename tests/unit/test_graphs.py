@@ -64,7 +64,7 @@ def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(datase
     step = graphed(parts, fake)
     assert train(parts, step) == expected
     assert same(weights(parts), weights(eager))
-    assert same(*(list(each.state.low_precision.state().values()) for each in (parts, eager)))
+    assert same(*(list(each.state.recipe.state().values()) for each in (parts, eager)))
     assert torch.equal(torch.get_rng_state(), eager_generator)
     assert fake.captures == 2  # without and with the gradient's sum
     assert step.snapshot is None and step.references == []

@@ -1,11 +1,13 @@
 """A Linear, a model and a run in each recipe of low precision: what is computed, and that it trains."""
 
 import functools
+import operator
+import sys
+import types
 
 import pytest
 import torch
-from ops.quantized_linear import Quantized, convert, refresh_weights
-from recipes.properties import ALIGNMENTS, EMULATED
+from support.all_recipes import BLOCKS, RECIPES, recipe_of, use_recipe
 from support.helpers import (
     TINY,
     checkpoint_tensors,
@@ -14,34 +16,36 @@ from support.helpers import (
     run_in_one_launch,
     write_config,
 )
-from support.tensors import error, random_bf16, use_recipe
-from training.optimization.low_precision_state import DelayedScaling, RandomBits
+from support.tensors import error, random_bf16
 
 from model_builder import build_model
 from model_config import model_config
+from common.errors import UserError
+from ops.activation import Activation
 from ops.cross_entropy import LinearCrossEntropy
-from ops.linear import Linear
+from ops.linear import InPlaceOf, Linear, refresh_weights
 from ops.quantization.random_bits import random_key
+from ops.recipe import Recipe
+from recipes.delayed_casts import delayed_quantize
 from recipes.formats import mxfp8, nvfp4
 from recipes.formats.hadamard import random_hadamard
-from recipes.fp8_delayed import Scaling, delayed_quantize
-from recipes.nvfp4 import bits_of_operand
+from recipes.nvfp4_linear import bits_of_operand
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision import LINEARS, low_precision_layers
+from training.optimization.low_precision import low_precision_layers, use_low_precision
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude
 M, K, N = 128, 256, 128
 
 
-def low_linear(recipe, state=None, bias=False):
+def low_linear(recipe, key=None, bias=False, dtype=torch.float8_e5m2):
     layer = Linear(K, N, bias=bias)
     layer.weight.data = random_bf16(N, K, std=0.05)
-    return use_recipe(layer, recipe, state)
+    return use_recipe(layer, recipe, key, dtype)
 
 
 def forms_of(recipe, matrix, weight=False, key=None):
-    """A matrix as the recipe's rows and columns, from ops/quantization alone."""
+    """A matrix as the recipe's rows and columns, from recipes/formats alone."""
     if recipe == "mxfp8":
         blocks = mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS
         return [mxfp8.dequantize(mxfp8.quantize(matrix, block)) for block in blocks]
@@ -58,7 +62,7 @@ def forms_of(recipe, matrix, weight=False, key=None):
 # --- a Linear ---
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", BLOCKS)
 def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_recipe(recipe):
     key = random_key(seed=5, iteration=3, micro_step=1, tensor=7)
     layer = low_linear(recipe, key)
@@ -80,7 +84,7 @@ def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_recipe(recipe):
     assert error(layer.weight_grad, dy.float().t() @ x.float()) < (0.25 if recipe == "nvfp4" else 0.06)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *BLOCKS])
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_a_sum_autograd_gets_the_weights_gradient(recipe, bias):
     key = random_key(seed=1)
@@ -116,15 +120,21 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
 
 
 def test_random_bits_are_those_of_an_iteration_and_of_its_micro_step():
-    state, found = RandomBits(layers=2, seed=1, device=torch.device("cpu")), []
+    recipe, found = recipe_of("nvfp4", Linear(32, 32), Linear(32, 32)), []
     for last in (False, True, False, True):
-        state.before_micro_step()
-        found.append(state.of_layer(1)[1:3].tolist())
-        state.after_micro_step(torch.zeros(()), last)
+        recipe.before_micro_step()
+        found.append(recipe.linears["1"].key[1:3].tolist())
+        recipe.after_micro_step(torch.zeros(()), last)
     assert found == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("recipe", ALIGNMENTS)
+def test_layers_and_seeds_have_random_bits_of_their_own():
+    keys = [recipe_of("nvfp4", *[Linear(32, 32)] * 2, seed=seed).keys for seed in (1, 2, 1)]
+    assert torch.equal(keys[0], keys[2])
+    assert len({tuple(key.tolist()) for key in torch.cat(keys[:2])}) == 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
 def test_an_improbable_id_is_still_pushed_down(recipe, dtype):
     """Whatever fp8_gradients says. Half of the ids have a probability of about 1e-7."""
@@ -135,28 +145,26 @@ def test_an_improbable_id_is_still_pushed_down(recipe, dtype):
     logits = x.float() @ exact.t()
     assert 1e-8 < logits.softmax(-1)[:, N // 2 :].max() < 2e-7
     torch.nn.functional.cross_entropy(logits, targets).backward()
-    scalings = tuple(Scaling(torch.zeros(()), torch.zeros(())) for _ in range(3))
-    kind, state = LINEARS[recipe], {"nvfp4": random_key(3), "fp8_delayed": scalings}.get(recipe)
-    low = Quantized(kind, kind.empty_weight(weight), dtype, None, state)
-    kind.requantize([weight], [low])
-    found = weight.clone().requires_grad_()
-    LinearCrossEntropy.apply(x, found, targets, None, low, 2, True, None).backward()
+    layer, found = low_linear(recipe, random_key(3), dtype=dtype), weight.clone().requires_grad_()
+    layer.weight.data = weight
+    refresh_weights(layer)
+    LinearCrossEntropy.apply(x, found, targets, layer, 2, True, None).backward()
     pushed, wanted = (w.grad[N // 2 :, 0].float() for w in (found, exact))
     assert (pushed > 0).all() and error(pushed, wanted) < 0.3
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *BLOCKS])
 def test_parts_of_the_head_have_the_gradients_of_the_whole(recipe):
     """The same tokens in two parts."""
-    low = low_linear(recipe, random_key(seed=3)).low_precision
+    layer = low_linear(recipe, random_key(seed=3))
     half = random_bf16(M, K)
     x, targets = torch.cat((half, half)).requires_grad_(), (torch.arange(2 * M) % M)
-    LinearCrossEntropy.apply(x, random_bf16(N, K), targets, None, low, 2, True, None).backward()
+    LinearCrossEntropy.apply(x, random_bf16(N, K), targets, layer, 2, True, None).backward()
     first, second = x.grad.chunk(2)
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *BLOCKS])
 def test_an_evaluation_may_have_any_number_of_tokens(recipe):
     layer = low_linear(recipe)
     x = random_bf16(M, K)
@@ -170,18 +178,19 @@ def test_an_evaluation_may_have_any_number_of_tokens(recipe):
 
 
 def test_an_nvfp4_weight_is_kept_once():
-    rows, columns, scale = LINEARS["nvfp4"].empty_weight(random_bf16(N, K))
-    assert rows.data_ptr() == columns.data_ptr() and scale is None
+    rows, columns = low_linear("nvfp4", random_key(1)).copies().values()
+    assert rows.data_ptr() == columns.data_ptr()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *BLOCKS])
 def test_weights_are_quantized_where_they_are(recipe):
     layer = low_linear(recipe)
-    before, address = layer.low_precision.weight.rows.clone(), layer.low_precision.weight.rows.data_ptr()
+    before = {form: copy.clone() for form, copy in layer.copies().items()}
+    addresses = {form: copy.data_ptr() for form, copy in layer.copies().items()}
     layer.weight.data = random_bf16(N, K, std=3.0)
     refresh_weights(layer)
-    assert layer.low_precision.weight.rows.data_ptr() == address
-    assert not torch.equal(layer.low_precision.weight.rows, before)
+    assert {form: copy.data_ptr() for form, copy in layer.copies().items()} == addresses
+    assert not any(torch.equal(copy, before[form]) for form, copy in layer.copies().items())
 
 
 # --- runs ---
@@ -229,7 +238,7 @@ def losses(record):
 def test_every_recipe_trains_on_a_cpu_and_follows_bf16(folder):
     keys = {"max_iters": 24, "log_interval": 8, "eval_interval": 0, "low_precision_scope": "layers"}
     keys["gradient_accumulation_steps"] = 1
-    found = records(folder, {name: keys | {"low_precision": name} for name in ("none", *ALIGNMENTS)})
+    found = records(folder, {name: keys | {"low_precision": name} for name in ("none", *RECIPES)})
     bf16, *others = map(losses, found)
     assert bf16[-1] < 0.8 * bf16[0]
     for low, bound in zip(others, (0.03, 0.03, 0.03, 0.05), strict=True):
@@ -255,10 +264,10 @@ def trained_by(folder):
 
     @functools.cache
     def trained(processes: int) -> dict[tuple[str, str], list[float]]:
-        one = {("one", recipe): {"gradient_accumulation_steps": 4} for recipe in ALIGNMENTS}
+        one = {("one", recipe): {"gradient_accumulation_steps": 4} for recipe in RECIPES}
         two = {
             (name, recipe): keys
-            for recipe in ALIGNMENTS
+            for recipe in RECIPES
             for name, keys in STRATEGIES.items()
             if name != "recomputed" or recipe in COVERING
         }
@@ -269,7 +278,7 @@ def trained_by(folder):
     return trained
 
 
-@pytest.mark.parametrize("recipe", ALIGNMENTS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_strategy_trains_like_one_process(trained_by, recipe):
     alone = trained_by(1)["one", recipe]
     found = {name: of for (name, its), of in trained_by(2).items() if its == recipe}
@@ -318,15 +327,48 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     assert "nvfp4 matmuls in layers_and_head but the last 1 blocks (bf16, emulates nvfp4)" in log
 
 
-def test_a_recipe_from_outside_is_called_with_every_linear_and_its_path():
-    model = build_model(model_config("qwen3", n_layer=2, n_head=2, n_embd=64, vocab_size=96, block_size=32))
-    seen = []
-    convert(model, lambda *arguments: seen.append(arguments))
-    linears = [
-        (module, path) for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-    ]
-    assert seen == linears and len(seen) == 2 * 4 + 1
-    assert seen[0][1] == "blocks.0.attn.qkv" and seen[-1][1] == "head.lm_head"
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "block_size": 32}
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """outside(thing): low_precision='strangers.recipe' is a module whose RECIPE it is."""
+
+    def outside(thing):
+        monkeypatch.setitem(sys.modules, "strangers.recipe", types.SimpleNamespace(RECIPE=thing))
+        return TrainConfig(low_precision="strangers.recipe", low_precision_scope="layers_and_head", **SHAPE)
+
+    return outside
+
+
+def test_a_recipe_from_outside_is_called_with_every_linear_and_its_path(outside):
+    class Doubled(InPlaceOf):
+        def project(self, x, tells_amax=False):
+            return Activation(2 * torch.nn.functional.linear(x.value, self.weight))
+
+    class Stranger(Recipe):
+        def convert(self, layer, number, in_head):
+            seen.append((number, layer, in_head))
+            return Doubled(layer) if number % 2 else layer
+
+    seen, config = [], outside(Stranger)
+    model = build_model(model_config("qwen3", **SHAPE)).init_weights("cpu", seed=0)
+    before = {path: one for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    names, weights = list(model.state_dict()), list(model.parameters())
+    recipe = use_low_precision(model, config)
+    assert [one for _, one, _ in seen] == list(before.values()) and len(seen) == 2 * 4 + 1
+    assert [number for number, *_ in seen] == list(range(9))
+    assert [path for (*_, in_head), path in zip(seen, before, strict=True) if in_head] == ["head.lm_head"]
+    assert list(recipe.linears) == list(before)
+    for i, (path, one) in enumerate(recipe.linears.items()):
+        assert model.get_submodule(path) is one and (type(one) is Doubled) == i % 2
+    assert list(model.state_dict()) == names and all(map(operator.is_, model.parameters(), weights))
+
+
+@pytest.mark.parametrize("thing", [object, dict, None])
+def test_what_is_no_recipe_is_an_error_that_names_the_module(outside, thing):
+    with pytest.raises(UserError, match=r"low_precision='strangers.recipe'.* no (subclass|class)"):
+        use_low_precision(build_model(model_config("qwen3", **SHAPE)), outside(thing))
 
 
 @pytest.mark.parametrize(
@@ -342,9 +384,10 @@ def test_first_and_last_blocks_stay_in_bf16(skip, scope, blocks):
         n_layer=4,
     )
     model = build_model(model_config("qwen3", n_layer=4, n_head=2, n_embd=64, vocab_size=96, block_size=32))
-    found = low_precision_layers(model, config)
-    assert {int(path.split(".")[1]) for path in found if path.startswith("blocks.")} == blocks
-    assert ("head.lm_head" in found) == (scope == "layers_and_head")
+    layers, head = low_precision_layers(model, config)
+    assert {int(path.split(".")[1]) for path in layers} == blocks
+    assert all(path.startswith("blocks.") for path in layers)
+    assert list(head) == (["head.lm_head"] if scope == "layers_and_head" else [])
 
 
 def test_delayed_scales_come_from_the_steps_before_and_are_saved(folder):
@@ -366,21 +409,21 @@ def test_delayed_scales_come_from_the_steps_before_and_are_saved(folder):
 
 def test_what_an_evaluation_has_found_scales_no_iteration():
     """The weights' largest magnitudes are of the last update, and stay."""
-    state = DelayedScaling(2, TrainConfig(amax_history=2), torch.device("cpu"))
-    state.amax.fill_(5.0)
-    state.before_iteration()
-    assert state.amax.view(3, 2).tolist() == [[0, 0], [5, 5], [0, 0]]
+    recipe = recipe_of("fp8_delayed", Linear(16, 16), Linear(16, 16), amax_history=2)
+    recipe.amax.fill_(5.0)
+    recipe.before_iteration()
+    assert recipe.amax.view(3, 2).tolist() == [[0, 0], [5, 5], [0, 0]]
 
 
 def test_an_overflow_that_fp8_would_hide_skips_the_update():
-    state = DelayedScaling(1, TrainConfig(low_precision="fp8_delayed", amax_history=2), torch.device("cpu"))
-    x, _, dy = state.of_layer(0)
+    state = recipe_of("fp8_delayed", Linear(16, 16), amax_history=2)
+    layer = state.linears["0"]
     matrix, loss = random_bf16(16, 16), torch.tensor(1.5)
     for overflow in (False, True, False):
         state.before_iteration()
-        delayed_quantize(matrix, *x, torch.float8_e4m3fn)
+        layer.quantize_input(matrix, None)
         gradient = matrix.index_fill(0, torch.tensor(3), torch.inf) if overflow else matrix
-        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).rows
+        values = layer.quantize_gradient(gradient, None).rows
         before = state.scale.clone()
         result = state.after_micro_step(loss, last=True)
         assert result.isnan() == overflow and (overflow or result == loss)
@@ -389,10 +432,12 @@ def test_an_overflow_that_fp8_would_hide_skips_the_update():
             assert torch.equal(state.scale[[0, 2]], before[[0, 2]]) and state.history.isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", LINEARS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_defines_all_that_is_abstract(recipe):
-    kind = LINEARS[recipe]
-    assert [n for n in dir(kind) if getattr(getattr(kind, n), "__isabstractmethod__", False)] == []
+    kinds = [RECIPES[recipe], type(recipe_of(recipe, Linear(K, N)).linears["0"])]
+    kinds += [RECIPES[recipe].scaled] if recipe in BLOCKS else []
+    for kind in kinds:
+        assert [n for n in dir(kind) if getattr(getattr(kind, n), "__isabstractmethod__", False)] == []
 
 
 # --- bad input ---

@@ -8,7 +8,7 @@ from support.tensors import gradients, random
 from common.errors import UserError
 from ops.cross_entropy import GradientScale, LinearCrossEntropy
 from ops.embedding import EmbeddingFunction
-from ops.linear import LinearFunction, add_weight_gradient
+from ops.linear import Linear, LinearFunction, add_weight_gradient
 from ops.swiglu import AMAX_COLUMNS, SwiGLU, pairs, swiglu, swiglu_backward, swiglu_with_amax
 
 N, C, V = 24, 16, 50
@@ -60,6 +60,12 @@ def test_swiglu_takes_its_columns_in_pairs_and_so_are_those_of_its_gradient():
         torch.testing.assert_close(gradients(loss, x)[0], dx)
 
 
+def head_of(weight, total):
+    head = Linear(C, V, bias=False, device="meta")
+    head.weight, head.weight_grad = torch.nn.Parameter(weight.detach()), total
+    return head
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("into_sum", [True, False])
 @pytest.mark.parametrize("scale_is_known", [True, False])
@@ -71,19 +77,19 @@ def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_
     targets[[2, 9]] = -100  # not counted, as in F.cross_entropy
     expected = F.cross_entropy(F.linear(x, weight), targets)
     dx, dweight = gradients(3 * expected, x, weight)
-    total = torch.zeros(V, C) if into_sum else None
+    head = head_of(weight, torch.zeros(V, C) if into_sum else None)
     scale = GradientScale(torch.tensor(3.0)) if scale_is_known else None
-    loss = LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True, scale)
+    loss = LinearCrossEntropy.apply(x, weight, targets, head, chunks, True, scale)
     torch.testing.assert_close(loss, expected)
     (3 * loss).backward()
     torch.testing.assert_close(x.grad, dx)
-    torch.testing.assert_close(total if into_sum else weight.grad, dweight)
+    torch.testing.assert_close(head.weight_grad if into_sum else weight.grad, dweight)
 
 
 def test_a_multiple_of_a_loss_whose_gradient_scale_is_known_has_no_gradients_that_train():
     """The weight's gradient was summed without the factor, so nothing may be updated."""
     x, weight = random(N, C).requires_grad_(), random(V, C)
-    arguments = torch.arange(N) % V, torch.zeros(V, C), None, 1, True
+    arguments = torch.arange(N) % V, head_of(weight, torch.zeros(V, C)), 1, True
     (2 * LinearCrossEntropy.apply(x, weight, *arguments, GradientScale(torch.tensor(1.0)))).backward()
     assert x.grad.isnan().all()
     with pytest.raises(UserError, match="leave out the argument gradient_scale"):
@@ -100,7 +106,8 @@ def test_a_loss_scale_that_bf16_cannot_hold_scales_the_gradient_exactly(scale_is
         x = random(N, C, dtype=torch.bfloat16).requires_grad_()
         factor = torch.tensor(scale * N)
         given = GradientScale(factor) if scale_is_known else None
-        loss = LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True, given)
+        head = head_of(weight, torch.zeros(V, C))
+        loss = LinearCrossEntropy.apply(x, weight, targets, head, 1, True, given)
         (loss * factor).backward()
         norms.append(x.grad.double().norm().item())
     assert norms[1] / norms[0] == pytest.approx(32768 / 45056, rel=3e-4)

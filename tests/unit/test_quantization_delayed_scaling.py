@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.tensors import E4M3, E5M2
 
-from ops.quantization.formats import E4M3, E5M2
 from recipes.formats.delayed_scaling import update_all
 
 INF, NAN = torch.inf, torch.nan

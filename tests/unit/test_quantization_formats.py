@@ -2,19 +2,17 @@
 
 import pytest
 import torch
+from support.tensors import E4M3, E5M2
 
-from ops.quantization.formats import (
-    E4M3,
-    E5M2,
+from ops.quantization.formats import round_to_bf16_stochastically, to_float8
+from recipes.formats.numbers import (
     divided,
     e2m1_codes,
     e2m1_values,
     e8m0_values,
-    round_to_bf16_stochastically,
     round_to_e2m1,
     round_to_e2m1_stochastically,
     round_up_to_e8m0,
-    to_float8,
 )
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from ops.quantized_linear import refresh_weights
+from ops.linear import refresh_weights
 from support import fake_heads
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
