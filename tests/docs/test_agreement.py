@@ -9,7 +9,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from recipes.properties import ALIGNMENTS
 from support.documents import TEXTS
 from support.helpers import ROOT, TINY
 from support.imports import product_files
@@ -22,16 +21,19 @@ from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS
 from data.pipeline.token_writer import ShardWriter
 from model_config import ModelConfig
+from ops.ffn_backend import FfnBackend
+from ops.recipe import Recipe
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
 from training.checkpoints.resume import FREE_TO_CHANGE, NOT_COMPARED
+from training.configuration.choices import CHOICES, find, names_of
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.rules import OF_RECIPES
 from training.hardware import attention_kernels
 from training.hardware.peaks import FORMATS, PRECISIONS
 from training.memory.estimate import BYTES
-from training.optimization.low_precision import LINEARS
 from training.process.exit_status import STOP_SIGNALS
 from training.records.utilization import FORMULAS
 
@@ -110,8 +112,23 @@ def test_every_dtype_has_its_size_and_its_peak():
     assert set(PRECISIONS) == {*DTYPES, *FORMATS}
 
 
-def test_every_recipe_of_low_precision_is_in_the_table_and_no_other():
-    assert set(KEYS["low_precision"].choices) - {"none"} == set(ALIGNMENTS) == set(LINEARS)
+@pytest.mark.parametrize(
+    ("key", "kind", "names"),
+    [
+        ("low_precision", Recipe, {"none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"}),
+        ("ffn_backend", FfnBackend, {"torch", "quack"}),
+    ],
+)
+def test_every_name_that_a_setting_takes_has_its_class_and_no_other(key, kind, names):
+    """test_architecture.py compares these names with the modules that offer a class."""
+    assert set(KEYS[key].choices) == set(names_of(key)) == names
+    found = [find(key, name) for name in names_of(key)]
+    assert all(issubclass(one, kind) for one in found) and len(set(found)) == len(names)
+
+
+def test_settings_of_recipes_are_keys_that_some_recipe_reads():
+    read = {name for recipe in names_of("low_precision") for name in find("low_precision", recipe).settings}
+    assert read == set(OF_RECIPES) <= set(KEYS) and set(CHOICES) <= set(KEYS)
 
 
 def test_attention_falls_back_along_the_choices_of_its_key():

@@ -5,6 +5,7 @@ import re
 from fractions import Fraction
 
 import pytest
+from support.all_recipes import RECIPES
 from support.documents import TEXTS, table
 from support.helpers import ROOT
 
@@ -12,11 +13,12 @@ import model_builder
 from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
+from ops.recipe import REFUSED
 from tools.plan.law import HOFFMANN
 from tools.plan.search import plan, plan_flops
 from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
-from training.hardware.capability import CPU, REFUSED, lookup, low_precision_support
+from training.hardware.capability import CPU, lookup
 from training.hardware.peaks import GPUS, table_peak
 from training.memory.estimate import estimate_memory
 
@@ -156,7 +158,7 @@ def test_every_known_gpu_has_the_words_of_its_low_precision():
         for here in [lookup(gpu.compute, gpu.name) for gpu in found] or [CPU]:
             for recipes, word in zip(("fp8_tensorwise fp8_delayed", "mxfp8 nvfp4"), words, strict=True):
                 for recipe in recipes.split():
-                    assert (low_precision_support(recipe, here) or REFUSED) == word, (recipe, here)
+                    assert (RECIPES[recipe].support(here) or REFUSED) == word, (recipe, here)
     assert sorted(gpu.name for gpu in named) == sorted(gpu.name for gpu in GPUS)
 
 

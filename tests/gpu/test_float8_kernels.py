@@ -17,8 +17,8 @@ from model import Block, rotary_angles
 from model_config import model_config
 from ops import float8
 from ops.activation import Activation, no_delta
-from ops.losses import cross_entropy, cross_entropy_float8
 from ops.heads import Rotary, split_heads
+from ops.losses import cross_entropy, cross_entropy_float8
 from ops.norm import RMSNorm
 from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 from training.hardware.attention_kernels import _sdpa_default

@@ -6,10 +6,10 @@ from support.tensors import CONFIG, close, gradients, random
 
 from model import rotary_angles
 from ops.activation import Activation
-from ops.losses import cross_entropy
 from ops.embedding import add_embedding_gradient
 from ops.heads import Rotary, split_heads
 from ops.linear import add_weight_gradient
+from ops.losses import cross_entropy
 from ops.norm import Norm, RMSNorm, add_norm
 from ops.swiglu import swiglu
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from ops.linear import refresh_weights
 from support.tensors import close
 
 from model import manual_attention
 from model_builder import build_model
-from ops.linear import Linear
+from ops.linear import Linear, refresh_weights
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint

@@ -5,8 +5,8 @@ from support import triton_interpreter
 from support.emulated_operands import KEY, matrices
 
 from ops.triton_kernels import philox
-from recipes.kernels import block_scaled, nvfp4
 from recipes.block_scaled import block_forms
+from recipes.kernels import block_scaled, nvfp4
 from recipes.nvfp4_linear import nvfp4_amaxes
 
 FIELDS = ("rows", "columns", "scales of rows", "scales of columns")

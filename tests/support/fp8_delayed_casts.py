@@ -6,10 +6,10 @@ from support.emulated_operands import assert_same_bits, matrices
 from support.tensors import random_bf16
 
 from ops import float8
-from recipes.kernels import delayed_float8 as kernels
-from recipes.kernels import delayed_swiglu
 from ops.triton_kernels import swiglu
 from recipes.delayed_casts import plain_delayed_quantize
+from recipes.kernels import delayed_float8 as kernels
+from recipes.kernels import delayed_swiglu
 
 SCALES = 0.0, 37.5  # without a history, and with one
 AMAXES = 0.0, 1e30, torch.nan

@@ -40,6 +40,9 @@ ORDER = (
     "training/hardware/*",
     "training/process/*",
     "training/configuration/*",
+    "recipes/*",  # see also test_architecture.py: nobody imports them
+    "recipes/kernels/*",
+    "recipes/formats/*",
     "model_builder.py",
     "mfu_versions/*",
     "model.py",
@@ -103,6 +106,15 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """{path: paths that it imports} of {path: source}."""
     modules = {module_of(path): path for path in sources}
     return {path: imports(source, modules) - {path} for path, source in sources.items()}
+
+
+def reached(arrows: dict[str, set[str]], *paths: str) -> set[str]:
+    """These files, and what they import, wherever the import stands."""
+    found, new = set(paths), list(paths)
+    while new:
+        new += arrows[new.pop()] - found
+        found |= set(new)
+    return found
 
 
 def read_sources() -> dict[str, str]:

@@ -2,7 +2,6 @@
 layout of the real one."""
 
 from recipes import block_scaled
-
 from recipes.block_scaled import numbers_and_factor
 from training.hardware import peaks
 from training.hardware.capability import lookup

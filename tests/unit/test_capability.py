@@ -76,7 +76,9 @@ def test_a_recipe_on_a_gpu_that_cannot_run_it_is_an_error_that_says_what_to_set(
         "emulated, but Tesla V100-SXM2-32GB has 7.0; set --low_precision=none"
     )
     with pytest.raises(UserError, match="needs fp8 tensor cores .* but NVIDIA A100-SXM4-80GB has 8.0; set"):
-        require_low_precision(TrainConfig(low_precision="fp8_delayed"), lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
+        require_low_precision(
+            TrainConfig(low_precision="fp8_delayed"), lookup((8, 0), "NVIDIA A100-SXM4-80GB")
+        )
 
 
 def test_nothing_else_asks_for_the_capability():

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

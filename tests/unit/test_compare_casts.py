@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.all_recipes import BLOCKS, ONE_SCALE, RECIPES, place_of
 
-from common.errors import RunError
 import recipes.mxfp8
 import recipes.nvfp4
+from common.errors import RunError
 from ops import float8_recipe
 from ops.float8_recipe import check_kernels
 from ops.linear import Linear

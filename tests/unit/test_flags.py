@@ -103,11 +103,14 @@ def test_benchmarks_read_the_keys_of_train_py_as_train_py_does():
 # --- help ---
 
 
-def test_help_is_printed_before_torch_or_numpy_is_imported():
+def test_help_is_printed_before_torch_numpy_or_a_recipe_is_imported():
+    slow = ["torch", "numpy", *(f"recipes.{path.stem}" for path in ROOT.glob("recipes/[a-z]*.py"))]
+    assert "recipes.mxfp8" in slow
     code = (
-        "import runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None;"  # an import of it fails
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({slow}));"  # an import of it fails
         "sys.argv = ['train.py', '--help', 'seed']; runpy.run_path('train.py', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "'nvfp4' | package.module" in done.stdout
     assert "--seed=1337  (int, at least 0, guarded)" in done.stdout and done.stdout == f"{help_text()}\n"

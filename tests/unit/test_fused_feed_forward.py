@@ -1,7 +1,6 @@
 """ffn_backend='quack': what refuses it, its gradients, and whole runs, with QuACK faked by plain PyTorch."""
 
 import copy
-import dataclasses
 import math
 import sys
 
@@ -12,7 +11,6 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launc
 from support.tensors import close, random
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from training.optimization.ffn_backend import check_ffn_backend, require_ffn_backend, use_ffn_backend
 
 import model_builder
 from common.errors import RunError, UserError
@@ -20,12 +18,15 @@ from model import FeedForward
 from model_config import model_config
 from ops.activation import Activation
 from ops.feed_forward import feed_forward
+from ops.ffn_backend import FfnBackend
+from recipes import quack as backend
 from recipes import quack_matmuls as quack
+from recipes.quack import check_ffn_backend
+from training.configuration.choices import find
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import CPU, TABLE, lookup
-from training.optimization import ffn_backend
 
 QUACK = {"ffn_backend": "quack", "dtype": "bfloat16"}
 MLP = {"ffn_type": "mlp", "activation": "gelu"}
@@ -114,13 +115,14 @@ def test_what_its_kernels_can_compute_is_accepted(tmp_path, keys):
 
 def refusal(here=HERE):
     with pytest.raises(UserError) as error:
-        require_ffn_backend(config_of(), here)
+        backend.Quack.require(here)
     return str(error.value)
 
 
 def test_only_a_hopper_gpu_has_kernels_for_it(machine):
-    assert [compute for compute, row in TABLE.items() if row.quack] == [(9, 0)]
-    require_ffn_backend(config_of(), lookup((9, 0), "NVIDIA H200"))
+    assert find("ffn_backend", "quack") is backend.Quack
+    assert [compute for compute in TABLE if not backend.Quack.problem(lookup(compute, ""))] == [(9, 0)]
+    backend.Quack.require(lookup((9, 0), "NVIDIA H200"))
     for here, has in ((lookup((10, 0), "NVIDIA B200"), "NVIDIA B200 has 10.0"), (CPU, "the CPU has none")):
         message = refusal(here)
         assert "needs a Hopper GPU (compute capability 9.0: H100, H200)" in message
@@ -142,19 +144,21 @@ QUACK_OF_HERE, CUTLASS_OF_HERE = ({name: version} for name, version in VERSIONS.
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(machine, monkeypatch, installed, cuda, wanted):
-    monkeypatch.setattr(ffn_backend, "metadata", metadata_of(installed))
+    monkeypatch.setattr(backend, "metadata", metadata_of(installed))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert refusal().startswith(NEEDS + wanted) and refusal().endswith("or set --ffn_backend=torch")
 
 
 def test_torch_needs_nothing():
-    require_ffn_backend(config_of(ffn_backend="torch"), CPU)
+    assert find("ffn_backend", "torch") is FfnBackend
+    FfnBackend.require(CPU)
+    assert (FfnBackend.problem(CPU), FfnBackend.describe(), FfnBackend.versions()) == (None, None, {})
 
 
 def test_what_it_needs_is_in_the_requirements_file():
     text = (ROOT / "requirements-quack.txt").read_text()
-    assert all(name in text for name in ffn_backend.PACKAGES)
-    assert f"[cu{ffn_backend.CUDA}]" in text
+    assert all(name in text for name in backend.PACKAGES)
+    assert f"[cu{backend.CUDA}]" in text
 
 
 # --- the comparison at the start ---
@@ -316,9 +320,10 @@ def test_a_gated_model_trains_and_its_layers_have_the_backend(run, files, machin
     config = config_of()
     model = model_builder.build_model(config.model_config(), dtype=DTYPES[config.dtype])
     model.init_weights(torch.device("cpu"), seed=1)
-    use_ffn_backend(model, config)
+    FfnBackend.use(model)
+    assert all(block.ffn.compute is feed_forward for block in model.blocks)
+    backend.Quack.use(model)
     assert all(block.ffn.compute is quack.fused_feed_forward for block in model.blocks)
-    use_ffn_backend(model, dataclasses.replace(config, ffn_backend="torch"))
 
 
 @pytest.mark.resume

@@ -133,7 +133,6 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.heads import triton_heads, triton_heads_backward
     from ops.triton_kernels.norm import triton_add_norm, triton_norm
     from ops.triton_kernels.swiglu import (
-        triton_delayed_swiglu_backward,
         triton_swiglu,
         triton_swiglu_backward,
         triton_swiglu_backward_and_product,
@@ -142,6 +141,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from recipes.block_scaled import block_forms
     from recipes.kernels.block_scaled import triton_block_forms
     from recipes.kernels.delayed_float8 import triton_delayed_quantize
+    from recipes.kernels.delayed_swiglu import triton_delayed_swiglu_backward
     from recipes.kernels.mxfp8 import triton_mxfp8
     from recipes.kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
 

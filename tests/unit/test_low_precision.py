@@ -18,15 +18,14 @@ from support.helpers import (
 )
 from support.tensors import error, random_bf16
 
+from common.errors import UserError
 from model_builder import build_model
 from model_config import model_config
-from common.errors import UserError
 from ops.activation import Activation
 from ops.cross_entropy import LinearCrossEntropy
 from ops.linear import InPlaceOf, Linear, refresh_weights
 from ops.quantization.random_bits import random_key
 from ops.recipe import Recipe
-from recipes.delayed_casts import delayed_quantize
 from recipes.formats import mxfp8, nvfp4
 from recipes.formats.hadamard import random_hadamard
 from recipes.nvfp4_linear import bits_of_operand

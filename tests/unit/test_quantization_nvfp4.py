@@ -5,9 +5,9 @@ import torch
 from support.te_reference import nvfp4_reference
 from support.tensors import error, random, random_bf16
 
-from recipes.formats.numbers import e2m1_values, round_to_e2m1_stochastically
 from recipes.formats import nvfp4
 from recipes.formats.hadamard import random_hadamard
+from recipes.formats.numbers import e2m1_values, round_to_e2m1_stochastically
 from recipes.formats.nvfp4 import ALONG_COLUMNS, ALONG_ROWS, SQUARE
 
 

@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from ops.linear import refresh_weights
 from support import fake_heads
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -18,7 +17,7 @@ from model import manual_attention
 from model_builder import build_model, count_flops
 from ops.activation import no_delta
 from ops.heads import Rotary
-from ops.linear import Linear
+from ops.linear import Linear, refresh_weights
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
