@@ -5,11 +5,11 @@ import torch
 from support.gpu_runs import losses, train
 from support.helpers import SMALL_RUN, checkpoint_tensors, make_dataset, write_config
 from support.tensors import error
-from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
 
 from model import FeedForward
 from ops.activation import Activation
 from recipes import quack_matmuls as quack
+from recipes.quack import TOLERANCE, Quack
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 
@@ -30,10 +30,11 @@ STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=Tru
 def obstacle() -> str | None:
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
-    if not capability("cuda").quack:
+    here = capability("cuda")
+    if Quack.problem(here):
         return "needs a Hopper GPU"
     try:
-        require_ffn_backend(TrainConfig(ffn_backend="quack"), capability("cuda"))
+        Quack.require(here)
     except Exception as problem:
         return f"{INSTALL} ({problem})"
     return None

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from ops.compare_casts import compare_casts
-from recipes.properties import ALIGNMENTS
+from support.all_recipes import BLOCKS, RECIPES
 from support.tensors import random, random_bf16
 
+from ops.float8_recipe import compare_float8
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from recipes.formats.hadamard import random_hadamard
 from recipes.mxfp8_linear import mxfp8_operand
 from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
-from training.hardware.capability import capability, low_precision_support
+from training.hardware.capability import capability
 
 pytestmark = pytest.mark.gpu
 KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
@@ -23,11 +23,13 @@ def test_every_kernel_gives_the_bits_of_its_plain_form(shape):
     assert_kernels_equal_plain_forms(shape, "cuda")
 
 
-@pytest.mark.parametrize("recipe", ALIGNMENTS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_comparison_at_the_start_finds_nothing(recipe):
-    if low_precision_support(recipe, capability("cuda")) is None:
+    kind, device = RECIPES[recipe], torch.device("cuda")
+    if kind.support(capability(device)) is None:
         pytest.skip("needs fp8")
-    assert compare_casts(recipe, torch.device("cuda"), 50_304) is None
+    found = kind.compare_casts(device) if recipe in BLOCKS else compare_float8(device, 50_304)
+    assert found is None
 
 
 def test_a_matrix_may_begin_between_two_words_of_memory():
