@@ -10,7 +10,7 @@ from ops.linear import Linear, refresh_weights
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
-from training.optimization.low_precision import use_low_precision
+from training.optimization.low_precision import use_recipe as use_low_precision
 
 pytestmark = pytest.mark.gpu
 

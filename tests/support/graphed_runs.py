@@ -18,7 +18,7 @@ from training.configuration.keys import TrainConfig
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
 from training.optimization.compile import compile_and_checkpoint
-from training.optimization.low_precision import use_low_precision
+from training.optimization.low_precision import use_recipe as use_low_precision
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep

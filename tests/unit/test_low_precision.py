@@ -30,7 +30,8 @@ from recipes.formats import mxfp8, nvfp4
 from recipes.formats.hadamard import random_hadamard
 from recipes.nvfp4_linear import bits_of_operand
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision import low_precision_layers, use_low_precision
+from training.optimization.low_precision import low_precision_layers
+from training.optimization.low_precision import use_recipe as use_low_precision
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude

@@ -25,7 +25,7 @@ from training.memory.activations import kept_by_a_block
 from training.memory.sizes import Sizes
 from training.optimization import compile as compile_module
 from training.optimization.compile import compile_and_checkpoint
-from training.optimization.low_precision import use_low_precision
+from training.optimization.low_precision import use_recipe as use_low_precision
 from training.records.utilization import recomputed_flops
 
 LEVELS = ("memory_bound", "attention")
