@@ -153,7 +153,7 @@ def test_every_choice_of_a_key_is_allowed_and_no_other(load, name):
     choices = KEYS[name].choices
     for choice in choices:
         assert f"{name}={choice!r} is not one of" not in refusal_or_none(load, f"--{name}={choice}")
-    listed = ", ".join(map(repr, choices))
+    listed = ", ".join(map(repr, choices)) + ", nor a package.module" * KEYS[name].modules
     assert refusal(load, f"--{name}=zzz") == f"{name}='zzz' is not one of {listed}"
 
 

@@ -39,8 +39,7 @@ CHOICES = {
 
 def names_of(key: str) -> tuple[str, ...]:
     """What a setting may say, beside package.module."""
-    names = importlib.import_module(f"{_recipes().__name__}.names").NAMES
-    return (*CHOICES[key].core, *names.get(key, ()))
+    return (*CHOICES[key].core, *_recipes().NAMES.get(key, ()))
 
 
 def is_module(value: object) -> bool:
