@@ -7,6 +7,8 @@ Sources: OCP Microscaling v1.0 and arXiv 2506.08027 (MXFP8); arXiv 2509.25149 (N
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,8 +23,6 @@ log = logging.getLogger("nanomfu")
 
 SHAPE = (128, 1152)  # of every kernel, a row has several programs, and the last one is not full
 
-Casts = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-
 
 class BlockRecipe(Recipe):
     needs = "bfloat16 (compute capability 8.0 or above), in which it is emulated"
@@ -32,6 +32,8 @@ class BlockRecipe(Recipe):
     bytes_scaled: float  # of a number there, with its scale
     weight_bytes: float  # of an emulated weight's two forms, or one
     scales_head: bool  # whether the head is multiplied so, too
+    # of x and a key: {kernel: what it makes of x, one form or two}
+    casts: Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
 
     @classmethod
     def support(cls, here):
@@ -91,11 +93,6 @@ class BlockRecipe(Recipe):
         return f"bf16, emulates {name}{why}"
 
     # --- the emulation's kernels ---
-
-    @staticmethod
-    def casts(x: torch.Tensor, key: torch.Tensor) -> Casts:
-        """What each kernel of the recipe makes of x, by the kernel's name."""
-        raise NotImplementedError
 
     @classmethod
     def compare_casts(cls, device: torch.device) -> str | None:

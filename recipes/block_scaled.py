@@ -1,6 +1,6 @@
 """mxfp8 and nvfp4 on tensor cores that multiply blocks with scales: Blackwell's, compute capability 10.x.
 
-The codes and scales are those of the emulation (mxfp8_linear.py, nvfp4_linear.py): the same rounding,
+The codes and scales are those of the emulation (mxfp8.py, nvfp4_linear.py): the same rounding,
 transform and random bits. torch's matmul wants the summed dimension contiguous in both factors and the scales
 in an order of its own, so that a form of an operand is
 

@@ -68,14 +68,13 @@ class Delayed(Float8):
     settings = (*Float8.settings, "amax_history", "amax_algorithm")
 
     def __init__(self, config, layers, head, place):
-        layers_count = len(layers) + len(head)
-        numbers, device = 3 * layers_count, place.device
+        count, device = len(layers) + len(head), place.device
         self.algorithm = config.amax_algorithm
-        self.scale, self.amax = (torch.zeros(numbers, device=device) for _ in range(2))  # 0: no history yet
-        self.history = torch.zeros(config.amax_history, numbers, device=device)
+        self.scale, self.amax = (torch.zeros(3 * count, device=device) for _ in range(2))  # 0: no history yet
+        self.history = torch.zeros(config.amax_history, 3 * count, device=device)
         dtypes = FORWARD, FORWARD, GRADIENT_DTYPES[config.fp8_gradients]
         largest = torch.tensor([torch.finfo(dtype).max for dtype in dtypes], device=device)
-        self.mapped_to = largest.repeat_interleave(layers_count)
+        self.mapped_to = largest.repeat_interleave(count)
         super().__init__(config, layers, head, place)
 
     def convert(self, layer, number, in_head):

@@ -8,7 +8,7 @@ from support.tensors import random, random_bf16
 from ops.float8_recipe import compare_float8
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from recipes.formats.hadamard import random_hadamard
-from recipes.mxfp8_linear import mxfp8_operand
+from recipes.mxfp8 import mxfp8_operand
 from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.hardware.capability import capability
 

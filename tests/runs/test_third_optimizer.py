@@ -23,6 +23,7 @@ from common.errors import UserError
 from training.checkpoints.loading import load_weights, verified_checkpoint
 from training.checkpoints.verification import damage
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import check
 from training.optimization.optimizer import build_optimizer
 from training.strategies.strategy import Shard
 
@@ -185,3 +186,8 @@ def test_an_older_format_imports_no_module_that_a_checkpoint_names(saved):
     edit_json(saved / "state.json", format=4)
     sign(saved)
     assert damage(saved) == ["config.optimizer='strangers.lion' is none of format 4"]
+
+
+def test_a_key_that_it_does_not_read_is_refused():
+    with pytest.raises(UserError, match="adam_dtype='bfloat16' does nothing with optimizer='support.lion'"):
+        check(TrainConfig(**TINY, optimizer="support.lion", adam_dtype="bfloat16"), 1)

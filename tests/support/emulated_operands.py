@@ -7,7 +7,7 @@ from support.tensors import random
 from ops.quantization.random_bits import random_key
 from ops.triton_kernels import philox
 from recipes.kernels import mxfp8, nvfp4
-from recipes.mxfp8_linear import mxfp8_operand
+from recipes.mxfp8 import mxfp8_operand
 from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)

@@ -18,7 +18,7 @@ from recipes import block_recipe, block_scaled, block_scaled_check
 from recipes.block_scaled import block_forms
 from recipes.block_scaled_check import find_difference
 from recipes.formats.scale_layout import from_tiles, tiles, to_tiles
-from recipes.mxfp8_linear import mxfp8_operand
+from recipes.mxfp8 import mxfp8_operand
 from recipes.nvfp4_linear import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import FORMATS

@@ -6,7 +6,7 @@ from support.tensors import random, random_bf16
 
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from recipes.formats import nvfp4
-from recipes.mxfp8_linear import mxfp8_operand
+from recipes.mxfp8 import mxfp8_operand
 from recipes.nvfp4_linear import COLUMNS, ROWS, bits_of_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)

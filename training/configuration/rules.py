@@ -27,7 +27,11 @@ PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
 OF_FSDP = ("fsdp_sharding", "reshard_after_forward")
 BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
-OF_RECIPES = ("fp8_gradients", "amax_history", "amax_algorithm")  # keys that only some recipes read
+# keys that only some recipes or optimizers read
+OF_CHOICES = {
+    "low_precision": ("fp8_gradients", "amax_history", "amax_algorithm"),
+    "optimizer": ("adam_dtype", "muon_momentum"),
+}
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -122,19 +126,13 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
         ),
         ("trackers",): (config.save_log_to_json, "save_log_to_json=False", "save_log_to_json=True"),
         OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
-        **{  # a key that begins with the name of an optimizer is for that one
-            (name,): (config.optimizer == one, f"optimizer={config.optimizer!r}", f"--optimizer={one}")
-            for one in names_of("optimizer")
-            for name in KEYS
-            if name.startswith(f"{one}_")
-        },
         ("loss_targets",): (
             config.eval_interval > 0 or config.eval_only,
             "eval_interval=0",
             "--eval_interval=250",
         ),
         ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
-        **_of_recipes(config),
+        **_of_choices(config),
         ("weight_rounding",): (
             "bfloat16" in stored,
             f"param_dtype={stored[0]!r} and adam_dtype={stored[1]!r}",
@@ -143,15 +141,17 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
     }
 
 
-def _of_recipes(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
-    """Of the keys that only some recipes read, if any is set: a recipe's module imports torch."""
-    asked = [name for name in OF_RECIPES if getattr(config, name) != KEYS[name].default]
-    recipes = {name: find("low_precision", name) for name in names_of("low_precision")} if asked else {}
+def _of_choices(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
+    """Of keys that only some recipes or optimizers read, those that are set: only then are these imported."""
     found: dict[tuple[str, ...], tuple[bool, str, str]] = {}
-    for name in asked:
-        read = name in find("low_precision", config.low_precision).settings
-        needed = " or ".join(repr(recipe) for recipe, kind in recipes.items() if name in kind.settings)
-        found[(name,)] = read, f"low_precision={config.low_precision!r}", f"low_precision={needed}"
+    for key, names in OF_CHOICES.items():
+        for name in names:
+            if getattr(config, name) == KEYS[name].default:
+                continue
+            needed = [f"--{key}={one}" for one in names_of(key) if name in find(key, one).settings]
+            chosen = getattr(config, key)
+            reads = name in find(key, chosen).settings
+            found[(name,)] = reads, f"{key}={chosen!r}", " or ".join(needed)
     return found
 
 

@@ -42,6 +42,7 @@ ONE_PASS, FUSED, PLAIN = "AdamW (one pass, Triton)", "AdamW (fused)", "AdamW (on
 class AdamW(Optimizer):
     """Keeps of a weight its step, and both moments, with a scale for each block if they have 8 bits."""
 
+    settings: tuple[str, ...] = ("adam_dtype",)
     unconverted = {"adam_dtype": ("8bit",)}
     smaller = {"adam_dtype": "bfloat16"}, {"adam_dtype": "8bit"}
 

@@ -19,6 +19,8 @@ from training.configuration.seeds import LOW_PRECISION, stream_seed
 from training.hardware.capability import Capability, capability, dotted
 from training.process.world import ALONE, World, gather_objects
 
+FASTER = "fp8_tensorwise"  # than bf16, where it is native
+
 Layers = dict[str, Linear]
 
 
@@ -111,15 +113,11 @@ def emulation_warnings(config: TrainConfig, here: Capability, support: str | Non
     kind = recipe_class(config)
     if (support or kind.support(here)) != EMULATED:
         return []
-    faster: type[Recipe] = find("low_precision", FASTER)
-    name = FASTER if faster.support(here) == NATIVE else "none"
+    name = FASTER if find("low_precision", FASTER).support(here) == NATIVE else "none"
     return [
         f"low_precision={config.low_precision!r} is emulated on {here.name}: slower than bf16 (it needs "
         f"{kind.native_needs}); for speed take {name!r}"
     ]
-
-
-FASTER = "fp8_tensorwise"
 
 
 # --- what a run says ---

@@ -64,6 +64,8 @@ def orthogonalization_flops(name: str, weight: torch.Tensor, model: ModelConfig)
 class Muon(AdamW):
     """AdamW, but for the matrices of the blocks. Keeps of those the step, and the momentum in fp32."""
 
+    settings = (*AdamW.settings, "muon_momentum")
+
     @classmethod
     def keeps(cls, name: str, shape: torch.Size, config: TrainConfig) -> dict[str, Kept]:
         if not is_muons(name, shape):

@@ -45,6 +45,7 @@ class Optimizer:
     """
 
     writes_copies = False  # whether step() also writes the shards' working copies, so that publish() need not
+    settings: tuple[str, ...] = ()  # keys that only some optimizers read, and this one does
     # {key: values}: what is kept with one of them is not converted, so a resume may not change from or to it
     unconverted: dict[str, tuple] = {}
     # settings with which it keeps less: somewhat less, and the least; both are proposed if memory is short

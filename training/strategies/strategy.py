@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ def offer_sums(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None
     autograd's."""
     for module in model.modules():
         if hasattr(module, "weight_grad"):
-            module.weight_grad = sums.get(module.weight)
+            module.weight_grad = sums.get(cast("nn.Parameter", module.weight))
 
 
 def norm(grads: list[torch.Tensor]) -> torch.Tensor:
