@@ -83,7 +83,7 @@ def test_the_recipes_of_a_setting_are_modules_that_the_finder_names_and_no_other
         named = {*core.values(), *(f"recipes.{name}" for name in recipes.NAMES.get(key, ()))}
         offers = re.compile(rf"^{attribute} = \w+$", re.MULTILINE)
         offering = {module_of(path) for path, source in sources.items() if offers.search(source)}
-        assert offering == named or key == "optimizer", key
+        assert offering == named, key
 
 
 def of_core(arrows) -> set[str]:

@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 from support.helpers import ROOT
-from support.imports import graph, read_sources
+from support.imports import graph, reached, read_sources
 
 from training.configuration.choices import CHOICES
 from training.configuration.keys import KEYS
@@ -30,19 +30,16 @@ def lines(paths) -> int:
     return sum((ROOT / path).read_text(encoding="utf-8").count("\n") for path in paths)
 
 
-def reached(path: str) -> set[str]:
-    """The file, and what it imports, wherever the import stands; and what the core's tables of
+def reached_by_training() -> set[str]:
+    """What train.py imports, wherever the import stands, and what the core's tables of
     training/configuration/choices.py name."""
     named = {f"{module.replace('.', '/')}.py" for one in CHOICES.values() for module in one.core.values()}
-    arrows, found, new = graph(read_sources()), {path, *named}, [path, *named]
-    while new:
-        new = [other for other in arrows[new.pop()] if other not in found and not found.add(other)] + new
-    return found
+    return reached(graph(read_sources()), "train.py", *named)
 
 
 MEASURES = {
     "lines of the product": lambda: lines(path for path in files("*.py") if not path.startswith("tests/")),
-    "lines that train.py reaches": lambda: lines(reached("train.py")),
+    "lines that train.py reaches": lambda: lines(reached_by_training()),
     "lines of ops/": lambda: lines(files("ops/*.py")),
     "lines of bench/": lambda: lines(files("bench/*.py")),
     "lines of configs": lambda: lines(files("config/*.py")),
