@@ -51,11 +51,11 @@ MEASURES = {
 }
 BUDGETS = {
     "lines of the product": 39_620,
-    "lines that train.py reaches": 25_247,
-    "lines of ops/": 6_694,
+    "lines that train.py reaches": 23_150,
+    "lines of ops/": 4_540,
     "lines of bench/": 3_469,
     "lines of configs": 519,
-    "lines of training/": 15_634,
+    "lines of training/": 15_580,
     "keys": 110,
     "words of the documents": 29_500,
 }

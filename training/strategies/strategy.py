@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from model import Transformer
 from ops.cross_entropy import GradientScale
+from ops.linear import Linear
 from training.process.world import World
 
 
@@ -116,7 +117,8 @@ def offer_sums(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None
     autograd's."""
     for module in model.modules():
         if hasattr(module, "weight_grad"):
-            module.weight_grad = sums.get(cast("nn.Parameter", module.weight))
+            owner = cast("Linear", module)
+            owner.weight_grad = sums.get(owner.weight)
 
 
 def norm(grads: list[torch.Tensor]) -> torch.Tensor:
