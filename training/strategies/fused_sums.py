@@ -14,7 +14,6 @@ from __future__ import annotations
 from importlib import import_module
 
 import torch
-import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from model import Transformer
@@ -68,7 +67,7 @@ class FusedSums:
         self.groups: list = []  # FSDP's object for each unit
         self.sums: list[tuple] = []  # FSDP's object for each parameter, and the parameter's sum
         self.reduce_dtype = policy.reduce_dtype
-        of_weight: dict[nn.Parameter, torch.Tensor] = {}
+        of_weight: dict[torch.Tensor, torch.Tensor] = {}
         for unit in units:
             group = group_of(unit)
             self.groups.append(group)

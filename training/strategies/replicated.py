@@ -188,7 +188,7 @@ class Replicated:
 
     def _connect_gradients(self) -> None:
         """Makes the backward add each gradient in its bucket, and the optimizer find it there."""
-        of_parameter: dict[nn.Parameter, torch.Tensor] = {}
+        of_parameter: dict[torch.Tensor, torch.Tensor] = {}
         for shard in self.trained:
             whole = self.views[shard.name]
             of_parameter[shard.parameter] = whole[: len(shard.parameter)] if shard.is_matrix else whole

@@ -111,7 +111,7 @@ class Strategy(Protocol):
         """Whether any gradient is not zero. Sync point."""
 
 
-def offer_sums(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None:
+def offer_sums(model: nn.Module, sums: dict[torch.Tensor, torch.Tensor]) -> None:
     """Whoever adds its weight's gradient to a sum itself, in the matmul that computes it, declares
     weight_grad and gets the sum. The gradients of all others, and of other uses of such a weight, are
     autograd's."""
