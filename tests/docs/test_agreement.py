@@ -30,7 +30,7 @@ from training.configuration.choices import CHOICES, find, names_of
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
-from training.configuration.rules import OF_RECIPES
+from training.configuration.rules import OF_CHOICES
 from training.hardware import attention_kernels
 from training.hardware.peaks import FORMATS, PRECISIONS
 from training.memory.estimate import BYTES
@@ -126,9 +126,10 @@ def test_every_name_that_a_setting_takes_has_its_class_and_no_other(key, kind, n
     assert all(issubclass(one, kind) for one in found) and len(set(found)) == len(names)
 
 
-def test_settings_of_recipes_are_keys_that_some_recipe_reads():
-    read = {name for recipe in names_of("low_precision") for name in find("low_precision", recipe).settings}
-    assert read == set(OF_RECIPES) <= set(KEYS) and set(CHOICES) <= set(KEYS)
+@pytest.mark.parametrize("key", OF_CHOICES)
+def test_settings_of_a_recipe_or_an_optimizer_are_keys_that_some_of_them_reads(key):
+    read = {name for one in names_of(key) for name in find(key, one).settings}
+    assert read == set(OF_CHOICES[key]) <= set(KEYS) and set(CHOICES) <= set(KEYS)
 
 
 def test_attention_falls_back_along_the_choices_of_its_key():

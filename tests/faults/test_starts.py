@@ -107,7 +107,10 @@ def launch(
         port = free.getsockname()[1]
     at = {
         "static": lambda n: ["--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={n}"],
-        "c10d": lambda n: ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}"],
+        "c10d": lambda n: [  # machine 0 has the store; by itself, whichever torchrun comes first takes it
+            *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}"),
+            f"--rdzv_conf=is_host={'false' if n else 'true'}",
+        ],
     }[backend]
     consoles = [out.with_name(f"{out.name}-{n}.console") for n in range(machines)]
     started, ended, began = [], [], time.time()

@@ -169,6 +169,10 @@ def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     return optimizer_class(config).describe(weights, config)
 
 
+def optimizer_warnings(config: TrainConfig) -> list[str]:
+    return [] if config.eval_only else optimizer_class(config).warnings(config)
+
+
 @functools.cache
 def trained_shapes(model: ModelConfig) -> dict[str, torch.Size]:
     """Of the parameters that are not frozen. The model is built on the meta device."""

@@ -17,7 +17,7 @@ from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
-from training.optimization.optimizer import describe_optimizer, optimizer_class
+from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.launch import launch_record
 from training.process.torch_build import version_warnings
@@ -84,7 +84,7 @@ def startup_info(
             *version_warnings(),
             *([OTHER_ATTENTION.format(**attention)] if attention.get("reason") else []),
             *schedule_warnings(config),
-            *([] if config.eval_only else optimizer_class(config).warnings(config)),
+            *optimizer_warnings(config),
             *setup.memory["warnings"],
         ],
         **setup.low_precision,
