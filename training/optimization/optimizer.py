@@ -9,6 +9,9 @@ is an example.
 from __future__ import annotations
 
 import functools
+import math
+import re
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -180,11 +183,19 @@ def trained_shapes(model: ModelConfig) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in named if weight.requires_grad}
 
 
+@functools.cache
+def _alike(model: ModelConfig) -> Counter[tuple[str, torch.Size]]:
+    """How many parameters have this name, with the first block's number for all, and this shape."""
+    named = trained_shapes(model).items()
+    return Counter((re.sub(r"^blocks\.\d+\.", "blocks.0.", name), shape) for name, shape in named)
+
+
 def kept_bytes(config: TrainConfig) -> dict[str, int]:
     """{item of the memory estimate: bytes that are kept of the whole model}, but for single numbers."""
-    items: dict[str, int] = {}
-    for name, shape in trained_shapes(config.model_config()).items():
-        for item, kept, dtype in optimizer_class(config).keeps(name, shape, config).values():
+    items: Counter[str] = Counter()
+    keeps = optimizer_class(config).keeps
+    for (name, shape), count in _alike(config.model_config()).items():
+        for item, kept, dtype in keeps(name, shape, config).values():
             if kept:
-                items[item] = items.get(item, 0) + torch.Size(kept).numel() * dtype.itemsize
-    return items
+                items[item] += count * math.prod(kept) * dtype.itemsize
+    return dict(items)
