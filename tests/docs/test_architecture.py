@@ -79,7 +79,7 @@ def test_recipes_use_operations_and_the_model_and_nobody_imports_them(arrows):
 
 def test_the_recipes_of_a_setting_are_modules_that_the_finder_names_and_no_others():
     sources = read_sources()
-    for key, (attribute, core) in CHOICES.items():
+    for key, (attribute, _, core) in CHOICES.items():
         named = {*core.values(), *(f"recipes.{name}" for name in recipes.NAMES.get(key, ()))}
         offers = re.compile(rf"^{attribute} = \w+$", re.MULTILINE)
         offering = {module_of(path) for path, source in sources.items() if offers.search(source)}
@@ -89,7 +89,7 @@ def test_the_recipes_of_a_setting_are_modules_that_the_finder_names_and_no_other
 def of_core(arrows) -> set[str]:
     """What a run imports, but for what a setting names in recipes/."""
     paths = {module_of(path): path for path in arrows}
-    by_name = [paths[module] for _, core in CHOICES.values() for module in core.values()]
+    by_name = [paths[module] for one in CHOICES.values() for module in one.core.values()]
     return reached(arrows, "train.py", *by_name)
 
 

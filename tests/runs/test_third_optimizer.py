@@ -178,7 +178,7 @@ def test_a_resume_says_what_is_missing(folder, run, capsys):
 
 def test_a_class_that_is_no_optimizer_is_refused(monkeypatch):
     monkeypatch.setattr("support.lion.OPTIMIZER", dict)
-    with pytest.raises(UserError, match="dict is no training.optimization.optimizer.Optimizer"):
+    with pytest.raises(UserError, match="dict is no subclass of training.optimization.optimizer.Optimizer"):
         build_optimizer([], TrainConfig(optimizer="support.lion"))
 
 

@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from support import no_recipe
 from support.helpers import ROOT
 
 from common.errors import UserError
-from training.configuration.choices import find, names_of
+from training.configuration.choices import CHOICES, find, names_of
+from training.optimization.optimizer import Optimizer
 
 
 def test_each_name_finds_the_class_of_its_module():
@@ -37,6 +39,22 @@ def test_what_is_not_there_is_an_error_that_names_setting_and_module(name, words
     with pytest.raises(UserError) as error:
         find("low_precision", name)
     assert words in str(error.value)
+
+
+class Unfinished(Optimizer):
+    def step(self, rate, divisor, found_inf):
+        pass
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_class_that_does_not_answer_what_is_asked_is_refused(monkeypatch, key):
+    monkeypatch.setattr(no_recipe, CHOICES[key].attribute, Unfinished, raising=False)
+    with pytest.raises(UserError) as error:
+        find(key, "support.no_recipe")
+    base = CHOICES[key].base
+    missing = f"Unfinished is without keeps, which {base} leaves to it; CONTRIBUTING.md shows one"
+    other = f"Unfinished is no subclass of {base}; CONTRIBUTING.md shows one"
+    assert str(error.value) == f"{key}='support.no_recipe': {missing if key == 'optimizer' else other}"
 
 
 @pytest.mark.parametrize("shadow", ["recipes.py", "recipes/__init__.py"])

@@ -25,14 +25,19 @@ PACKAGE = Path(__file__).parents[2] / "recipes"
 
 class Choice(NamedTuple):
     attribute: str  # what a module calls the class that it offers
+    base: str  # of which that is a subclass
     core: dict[str, str]  # {name: module}
 
 
 CHOICES = {
-    "low_precision": Choice("RECIPE", {"none": "ops.recipe", "fp8_tensorwise": "ops.float8_recipe"}),
-    "ffn_backend": Choice("FFN_BACKEND", {"torch": "ops.ffn_backend"}),
+    "low_precision": Choice(
+        "RECIPE", "ops.recipe.Recipe", {"none": "ops.recipe", "fp8_tensorwise": "ops.float8_recipe"}
+    ),
+    "ffn_backend": Choice("FFN_BACKEND", "ops.ffn_backend.FfnBackend", {"torch": "ops.ffn_backend"}),
     "optimizer": Choice(
-        "OPTIMIZER", {"adamw": "training.optimization.adamw", "muon": "training.optimization.muon"}
+        "OPTIMIZER",
+        "training.optimization.optimizer.Optimizer",
+        {"adamw": "training.optimization.adamw", "muon": "training.optimization.muon"},
     ),
 }
 
@@ -50,7 +55,7 @@ def is_module(value: object) -> bool:
 
 def find(key: str, name: str) -> Any:
     """The class that this value of the setting names. Raises UserError."""
-    attribute, core = CHOICES[key]
+    attribute, base, core = CHOICES[key]
     path = core.get(name) or (name if is_module(name) else f"{_recipes().__name__}.{name}")
     try:
         found = getattr(importlib.import_module(path), attribute, None)
@@ -59,6 +64,14 @@ def find(key: str, name: str) -> Any:
         raise UserError(f"{key}={shown(name)}: {path} cannot be imported ({why})") from error
     if not isinstance(found, type):
         raise UserError(f"{key}={shown(name)}: the module {path} has no class named {attribute}")
+    module, _, kind = base.rpartition(".")
+    wrong = ""
+    if not issubclass(found, getattr(importlib.import_module(module), kind)):
+        wrong = f"no subclass of {base}"
+    elif missing := sorted(getattr(found, "__abstractmethods__", ())):
+        wrong = f"without {' and '.join(missing)}, which {base} leaves to it"
+    if wrong:
+        raise UserError(f"{key}={shown(name)}: {found.__name__} is {wrong}; CONTRIBUTING.md shows one")
     return found
 
 

@@ -27,11 +27,6 @@ Layers = dict[str, Linear]
 def recipe_class(config: TrainConfig) -> type[Recipe]:
     """Raises UserError."""
     found: type[Recipe] = find("low_precision", config.low_precision)
-    if not issubclass(found, Recipe):
-        raise UserError(
-            f"low_precision={config.low_precision!r}: {found.__name__} is no subclass of ops.recipe.Recipe; "
-            'CONTRIBUTING.md, "Add a recipe", shows one'
-        )
     return found
 
 

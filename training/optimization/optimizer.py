@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import model_builder
-from common.errors import UserError
 from model_config import ModelConfig
 from ops.quantization.random_bits import bf16_stochastically, weight_key
 from training.configuration.choices import find
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     dtype: torch.dtype
 
 
-class Optimizer:
+class Optimizer(ABC):
     """Updates this rank's shards. What it keeps of them is allocated here, so that a checkpoint can be loaded
     into it and an out-of-memory error comes before the first step.
 
@@ -57,9 +57,9 @@ class Optimizer:
     # --- facts, which need neither a device nor weights ---
 
     @classmethod
+    @abstractmethod
     def keeps(cls, name: str, shape: torch.Size, config: TrainConfig) -> dict[str, Kept]:
         """What it keeps of a whole parameter; among it its count of updates, "step", fp32 ()."""
-        raise NotImplementedError
 
     @classmethod
     def update_bytes(cls, config: TrainConfig, shards: int) -> dict[str, float]:
@@ -124,10 +124,10 @@ class Optimizer:
         """Of matrices alone, embeddings too."""
         return self.config.weight_decay if shard.is_matrix else 0.0
 
+    @abstractmethod
     def step(self, rate: torch.Tensor, divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Updates every shard by shard.grad / divisor. found_inf = 1: leaves every bit as it is. All are fp32
         (), on the device: nothing may wait for them, and a captured update reads them anew."""
-        raise NotImplementedError
 
     def count(self, shards: list[Shard], found_inf: torch.Tensor) -> list[torch.Tensor]:
         """The shards' steps, with this update, if it is made."""
@@ -155,9 +155,7 @@ def group_of(weights: Collection[torch.Tensor], decay: float) -> dict[str, Any]:
 
 def optimizer_class(config: TrainConfig) -> type[Optimizer]:
     """Raises UserError."""
-    found = find("optimizer", config.optimizer)
-    if not issubclass(found, Optimizer):
-        raise UserError(f"optimizer={config.optimizer!r}: {found.__name__} is no {__name__}.Optimizer")
+    found: type[Optimizer] = find("optimizer", config.optimizer)
     return found
 
 
