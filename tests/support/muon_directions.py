@@ -20,9 +20,9 @@ def direction(gradient: torch.Tensor, dtype: str) -> torch.Tensor:
     """Of a first update, without decay."""
     weight = torch.nn.Parameter(torch.zeros_like(gradient))
     config = TrainConfig(optimizer="muon", dtype=dtype, learning_rate=1.0, weight_decay=0.0)
-    norm = torch.nn.Parameter(torch.ones(4))
+    norm = torch.nn.Parameter(torch.ones(4, device=gradient.device))
     optimizer = Muon([Shard("blocks.0.attn.out.weight", weight, weight), Shard("norm", norm, norm)], config)
-    weight.grad, norm.grad = gradient.clone(), torch.zeros(4)
+    weight.grad, norm.grad = gradient.clone(), torch.zeros_like(norm)
     update(optimizer, config.learning_rate)
     return -weight.detach()
 
