@@ -15,15 +15,21 @@ import argparse
 import json
 import sys
 
-from bench.peers.program import report
-from bench.peers.registry import PEERS, require
+from bench.peers.hugging_face import Liger, Transformers
+from bench.peers.program import Program, report
+from bench.peers.torchtitan import Torchtitan
 from bench.process import end_with_status
 from common.errors import UserError
+from training.batches.fingerprint import agree_on_data
 from training.batches.sources import open_sources
 from training.configuration.flags import take_flags
+from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
 from training.process.launch import launch_info
 from training.process.world import check_device
+
+PEERS: dict[str, type[Program]] = {each.name: each for each in (Transformers, Liger, Torchtitan)}
+REMOVED = {"nanogpt": "nanoGPT's own train.py times its iterations, if its log_interval is 1"}
 
 
 def main(argv: list[str]) -> int:
@@ -31,17 +37,28 @@ def main(argv: list[str]) -> int:
     rank, _, size = launch_info()
     (program,) = require([options.peer])
     config = load_run_config(arguments, size)
-    if reason := program.obstacle(config, size):
+    if reason := program.obstacle(config):
         raise UserError(f"--peer={program.name}: {reason}")
     check_device(config)
     sources = open_sources(config, scan=rank == 0)
-    config, world = program.start(config, sources)
+    world = program.join(config)
+    config, _ = resolve_micro_batch(config, world)  # numbers in place of 'auto', as train.py would choose
+    agree_on_data(sources, world)
     found = program.train(config, world, sources)
-    rows = found.pop("training_iterations")
     if world.is_main:
-        print(json.dumps(report(config, world, found, rows)))
+        print(json.dumps(report(config, world, found)))
     program.end(world)
     return 0
+
+
+def require(names: list[str]) -> list[Program]:
+    """The programs. Raises UserError if one is unknown or not installed."""
+    for name in names:
+        if name not in PEERS:
+            instead = f"; it was removed: {REMOVED[name]}" if name in REMOVED else ""
+            raise UserError(f"--peer: {name!r} is not one of {', '.join(PEERS)}{instead}")
+        PEERS[name]().require()
+    return [PEERS[name]() for name in names]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -138,7 +138,7 @@ def make_plan(
             ceiling = Entry("roofline", f"ceiling: {variant.name}", one, 1, **beside)
             entry.roofline = shared.setdefault(("roofline", *_roofline_key(config)), ceiling).name
         for program in programs:
-            if reason := program.obstacle(config, processes):
+            if reason := program.obstacle(config):
                 obstacles[program.name] = reason
                 continue
             peer = Entry("peer", f"{program.name}: {variant.name}", argv, processes, **beside)

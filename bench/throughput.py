@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.peers.registry import PEERS, require
+from bench.peer import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset

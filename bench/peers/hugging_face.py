@@ -1,7 +1,7 @@
 """Hugging Face transformers training our model, as GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM or
-Qwen3ForCausalLM.
+Qwen3ForCausalLM; and the same with liger-kernel's kernels.
 
-https://github.com/huggingface/transformers
+https://github.com/huggingface/transformers · https://github.com/linkedin/Liger-Kernel
 The recipe is the usual one: fp32 weights under bf16 autocast, SDPA, torch.compile, fused AdamW,
 clip_grad_norm_, DDP under torchrun. The trap: a comparison with a model that is almost the same says nothing.
 check_parameters refuses such a model.
@@ -10,20 +10,22 @@ check_parameters refuses such a model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.peers.program import NOT_COUNTED, Program, Rows, check_parameters, need, precision
-from common.errors import UserError
+from bench.peers.program import NOT_COUNTED, Program, Rows, check_parameters, need
 from model_config import ModelConfig
 from training.batches.loader import Loader
 from training.batches.sources import Source, make_windows
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import DROPOUT, stream_seed
 from training.optimization.schedule import learning_rate
+from training.pretrained.writing import write_architecture
 from training.process.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss
@@ -44,13 +46,14 @@ class Transformers(Program):
         with world.device:
             model = build(transformers, config.model_config())
         torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
+        autocast = " autocast" * (config.dtype == "bfloat16")
         found = {
             "peer": f"transformers {transformers.__version__}",
             "class": type(model).__name__,
             "parameters": check_parameters(model, config.model_config(), self.name),
             "compile": config.compile,
             "attention": f"sdpa, as {type(model).__name__} calls it",
-            "precision": precision(config),
+            "precision": f"{config.dtype}{autocast}, float32 weights",
         }
         loader = Loader(make_windows(sources, config)["train"], config, world)
         step, rows = make_step(model, config, world), Rows(config, world)
@@ -60,6 +63,35 @@ class Transformers(Program):
                 rows.add(iteration, loss.item())
         loader.close()
         return {**found, "training_iterations": rows.close(self.name)}
+
+
+class Liger(Transformers):
+    """RMSNorm, rotation, SwiGLU, and the loss in one with the head, without torch.compile."""
+
+    name = "liger"
+
+    def require(self) -> None:
+        super().require()
+        need("liger_kernel", self.name, "pip install liger-kernel")
+
+    def of_model(self, config: TrainConfig, model: ModelConfig) -> str | None:
+        if config.device != "cuda":
+            return "liger-kernel's kernels need a GPU"
+        return None if model.position_encoding == "rope" else "liger-kernel has no kernels for GPT-2"
+
+    def train(self, config: TrainConfig, world: World, sources: list[Source]) -> dict[str, Any]:
+        import liger_kernel.transformers as liger
+
+        model = config.model_config()
+        if model.qk_norm:
+            liger.apply_liger_kernel_to_qwen3()
+        elif model.qkv_bias:
+            liger.apply_liger_kernel_to_qwen2()
+        else:
+            liger.apply_liger_kernel_to_llama()
+        found = super().train(dataclasses.replace(config, compile=False), world, sources)
+        version = importlib.metadata.version("liger-kernel")
+        return {**found, "peer": f"liger-kernel {version}, {found['peer']}"}
 
 
 def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step:
@@ -102,62 +134,19 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
 
 
 def build(transformers, config: ModelConfig) -> torch.nn.Module:
-    """Their model with our shape and random weights, on torch's current default device. Raises UserError."""
-    common = dict(
-        vocab_size=config.vocab_size,
-        tie_word_embeddings=config.weight_tying,
-        attn_implementation="sdpa",
-        use_cache=False,
-        bos_token_id=SPECIAL_ID,
-        eos_token_id=SPECIAL_ID,
-    )
-    style = (config.position_encoding, config.normalization, config.ffn_type, config.activation)
-    if style == ("learned", "layernorm", "mlp", "gelu") and config.n_kv_head == config.n_head:
-        return _build_gpt2(transformers, config, common)
-    if style != ("rope", "rmsnorm", "swiglu", "silu"):
-        raise UserError(
-            f"transformers has no model with {', '.join(style)}; bench.peer knows GPT-2, LLaMA, Qwen2, Qwen3"
-        )
-    scaling = {} if config.rope_scaling is None else config.rope_scaling.to_dict()
-    rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    sizes = dict(
-        num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head,
-        num_key_value_heads=config.n_kv_head,
-        head_dim=config.head_dim,
-        hidden_size=config.n_embd,
-        intermediate_size=config.d_ff,
-        max_position_embeddings=config.block_size,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=rope,
-        attention_bias=config.bias,
-        attention_dropout=config.dropout,
-    )
-    if config.qkv_bias and not config.qk_norm:
-        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **common))
-    if config.qk_norm:
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **common))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common))
-
-
-def _build_gpt2(transformers, config: ModelConfig, common: dict) -> torch.nn.Module:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_embd=config.n_embd,
-            n_inner=config.d_ff,
-            n_positions=config.block_size,
-            activation_function="gelu_new",
-            layer_norm_epsilon=config.norm_eps,
-            **dropouts,
-            **common,
-        )
-    )
-    if not config.bias:
+    """Their model with our shape, as an export states it, and random weights, on torch's current default
+    device. Raises UserError if they have no such model."""
+    like = dataclasses.replace(config, bias=config.bias or is_gpt2(config))
+    fields = write_architecture(like, "float32", dict.fromkeys(("bos_token_id", "eos_token_id"), SPECIAL_ID))
+    theirs = transformers.AutoConfig.for_model(**fields, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
+    if is_gpt2(config) and not config.bias:
         _remove_biases(model, transformers.pytorch_utils.Conv1D)
     return model
+
+
+def is_gpt2(config: ModelConfig) -> bool:
+    return config.position_encoding == "learned"
 
 
 def _remove_biases(model: torch.nn.Module, conv1d: type) -> None:

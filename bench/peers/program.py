@@ -17,12 +17,10 @@ import model_builder
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
-from training.batches.fingerprint import agree_on_data
 from training.batches.sources import Source
 from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import resolve_peak
-from training.memory.micro_batch import resolve_micro_batch
 from training.process.exit_status import end_process
 from training.process.memory import GIB
 from training.process.world import World, init_world
@@ -36,10 +34,11 @@ class Program(ABC):
 
     name: ClassVar[str]  # what --peer takes
 
-    def require(self) -> None:  # noqa: B027 - some need nothing
+    @abstractmethod
+    def require(self) -> None:
         """Raises UserError if it is not installed."""
 
-    def obstacle(self, config: TrainConfig, processes: int) -> str | None:
+    def obstacle(self, config: TrainConfig) -> str | None:
         """Why it cannot train this configuration; None if nothing known here speaks against it."""
         if config.doc_masking:
             return "its attention goes over the whole window; use --doc_masking=False for both"
@@ -63,13 +62,6 @@ class Program(ABC):
         """All ranks. Its processes meet."""
         return init_world(config)
 
-    def start(self, config: TrainConfig, sources: list[Source]) -> tuple[TrainConfig, World]:
-        """All ranks. The configuration with numbers in place of 'auto', as train.py would choose them."""
-        world = self.join(config)
-        config, _ = resolve_micro_batch(config, world)
-        agree_on_data(sources, world)
-        return config, world
-
     @abstractmethod
     def train(self, config: TrainConfig, world: World, sources: list[Source]) -> dict[str, Any]:
         """All ranks. Facts: 'peer' is its name and version, 'parameters' their number; and its rows."""
@@ -85,10 +77,6 @@ def need(module: str, peer: str, command: str) -> None:
         raise UserError(f"--peer={peer} needs {module}: {command}")
 
 
-def precision(config: TrainConfig) -> str:
-    return f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights"
-
-
 def check_parameters(model: torch.nn.Module, config: ModelConfig, program: str) -> int:
     """Their number of parameters. Raises UserError if ours is another one: then the models differ."""
     theirs = sum(parameter.numel() for parameter in model.parameters())
@@ -101,15 +89,12 @@ def check_parameters(model: torch.nn.Module, config: ModelConfig, program: str) 
     return theirs
 
 
-# --- rows ---
-
-
 class Rows:
     """One for the first iteration, then one for every log_interval, as in training/records/rows.py. Made when
     the training begins."""
 
     def __init__(self, config: TrainConfig, world: World):
-        self.config, self.world = config, world
+        self.config, self.on_gpu = config, world.device.type == "cuda"
         self.monitor = watch_gpus(world)
         self.rows: list[dict[str, Any]] = []
         self.first, self.began = 0, time.perf_counter()  # of the current row
@@ -118,41 +103,34 @@ class Rows:
         return not iteration % self.config.log_interval or iteration == self.config.max_iters - 1
 
     def add(self, iteration: int, loss: float) -> None:
-        if self.world.device.type == "cuda":
+        memory = None
+        if self.on_gpu:
             torch.cuda.synchronize()  # sync point
+            most = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
+            memory = {f"max_{name}_gb": read() / GIB for name, read in most.items()}
         now = time.perf_counter()
         milliseconds = 1000 * (now - self.began) / (iteration + 1 - self.first)
-        row = {"iter": iteration, "loss": loss, "time_ms": milliseconds, "memory": memory(self.world)}
+        row = {"iter": iteration, "loss": loss, "time_ms": milliseconds, "memory": memory}
         self.rows.append(row | self.monitor.take([(self.began, now)]))
         self.first, self.began = iteration + 1, now
 
     def close(self, program: str) -> list[dict[str, Any]]:
         """The rows. Raises UserError if they end early."""
         self.monitor.close()
-        if not self.rows or self.rows[-1]["iter"] != self.config.max_iters - 1:
-            raise UserError(
-                f"{program} ended before iteration {self.config.max_iters}; its log has the reason"
-            )
+        last = self.config.max_iters - 1
+        if not self.rows or self.rows[-1]["iter"] != last:
+            raise UserError(f"{program} ended before iteration {last + 1}; its log has the reason")
         return self.rows
 
 
-def memory(world: World) -> dict[str, float] | None:
-    if world.device.type != "cuda":
-        return None
-    return {
-        "max_allocated_gb": torch.cuda.max_memory_allocated() / GIB,
-        "max_reserved_gb": torch.cuda.max_memory_reserved() / GIB,
-    }
-
-
-def report(config: TrainConfig, world: World, found: dict[str, Any], rows: list[dict]) -> dict[str, Any]:
-    """What is printed: the facts, and the rows with rates; before, they have iter, loss, time_ms, memory."""
+def report(config: TrainConfig, world: World, found: dict[str, Any]) -> dict[str, Any]:
+    """What is printed: the facts, with the rates of the rows, which have iter, loss, time_ms and memory."""
     flops = v3.count_flops(config.model_config(), config.block_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
     tokens = config.samples_per_iter(world.size) * config.block_size
     method = {"calculation_method": v3.CALCULATION_METHOD}
-    for row in rows:
+    for row in found["training_iterations"]:
         rate = tokens / (row["time_ms"] / 1000)
         mfu, reason = None, peak.reason
         if row["iter"] == 0:
@@ -164,4 +142,4 @@ def report(config: TrainConfig, world: World, found: dict[str, Any], rows: list[
                 reason = str(error)
         row |= {"tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate / world.size}
         row |= {"mfu": mfu, "mfu_reason": reason}
-    return {**found, "num_gpus": world.size, "peak_tflops": peak.tflops, "training_iterations": rows}
+    return {**found, "num_gpus": world.size, "peak_tflops": peak.tflops}

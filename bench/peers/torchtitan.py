@@ -48,9 +48,8 @@ class Torchtitan(Program):
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
         if version != VERSION:
-            raise UserError(
-                f"--peer=torchtitan runs torchtitan {VERSION}, which is {version} here: {INSTALL}"
-            )
+            needs = f"--peer=torchtitan runs torchtitan {VERSION}"
+            raise UserError(f"{needs}, which is {version} here: {INSTALL}")
         for module in IMPORTS:
             need(module, self.name, INSTALL)
 
@@ -58,9 +57,8 @@ class Torchtitan(Program):
         fp8 = config.low_precision == "fp8_tensorwise"
         skipped = config.low_precision_skip_first + config.low_precision_skip_last
         if not model.qk_norm or model.bias or model.dropout or model.rope_scaling:
-            return (
-                f"torchtitan is compared in Qwen3 without biases, dropout and rope_scaling, not {model.arch}"
-            )
+            same = "Qwen3 without biases, dropout and rope_scaling"
+            return f"torchtitan is compared in {same}, not {model.arch}"
         if config.device != "cuda" or config.dtype != "bfloat16":
             return "torchtitan's trainer is compared in bfloat16, on GPUs"
         if config.low_precision != "none" and not fp8:
@@ -177,6 +175,8 @@ def job(config: TrainConfig, world: World, loader: Loader) -> Any:
     metrics = type("Metrics", (RowLog, MetricsProcessor), {"Config": MetricsProcessor.Config})
     quiet = MetricsProcessor.Config(log_freq=config.log_interval, disable_color_printing=True)
     levels = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
+    warmup, end = warmup_and_decay_iters(config)
+    end = max(end, config.max_iters)  # it has no rate beyond it
     adamw = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
     return Trainer.Config(
         model_spec=model_spec(config),
@@ -186,12 +186,14 @@ def job(config: TrainConfig, world: World, loader: Loader) -> Any:
         dataloader=SimpleNamespace(build=lambda **_: Batches(loader)),
         metrics=SimpleNamespace(build=lambda **parts: metrics(quiet, **parts)),
         optimizer=default_adamw(lr=config.learning_rate, **adamw),
-        lr_scheduler=LRSchedulersContainer.Config(**schedule(config)),
+        # our warm-up and its decay; speed does not depend on the rate
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=warmup, total_steps=max(end, config.max_iters)
+        ),
         training=TrainingConfig(
             local_batch_size=config.micro_batch,
             global_batch_size=config.samples_per_iter(world.size),
-            seq_len=config.block_size,
-            steps=config.max_iters,
+            **{"seq_len": config.block_size, "steps": config.max_iters},
             max_norm=config.grad_clip or float("inf"),  # it always clips
         ),
         # partial_dtensor is plain FSDP; its default needs a newer torch
@@ -212,12 +214,6 @@ def recomputation(config: TrainConfig) -> str:
     return level if level in ("none", "full") else "selective"
 
 
-def schedule(config: TrainConfig) -> dict[str, Any]:
-    """Our warm-up and its linear decay; speed does not depend on the rate."""
-    warmup, end = warmup_and_decay_iters(config)
-    return {"warmup_steps": warmup, "total_steps": max(end, config.max_iters)}  # it has no rate beyond it
-
-
 def model_spec(config: TrainConfig) -> Any:
     """A Qwen3 of our shape, from its own layers with their own initialization."""
     from torchtitan.models import qwen3
@@ -228,41 +224,26 @@ def model_spec(config: TrainConfig) -> Any:
     model = config.model_config()
     width, vocabulary = model.n_embd, model.vocab_size
     rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=config.block_size, theta=model.rope_theta)
-    layers = qwen3._build_qwen3_layers(
-        n_layers=model.n_layer,
-        dim=width,
-        n_heads=model.n_head,
-        n_kv_heads=model.n_kv_head,
-        head_dim=model.head_dim,
-        hidden_dim=model.d_ff,
-        attn_backend="flex",
-        rope=rope,
-    )
+    heads = {"n_heads": model.n_head, "n_kv_heads": model.n_kv_head, "head_dim": model.head_dim}
+    shape = {"n_layers": model.n_layer, "dim": width, "hidden_dim": model.d_ff, **heads}
+    layers = qwen3._build_qwen3_layers(**shape, attn_backend="flex", rope=rope)
     for layer in layers:  # its loaders pack documents and so need masks; ours do not
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     start = qwen3._EMBEDDING_SKIP_INIT if model.weight_tying else qwen3._EMBEDDING_INIT
-    built = qwen3.Qwen3Model.Config(
-        dim=width,
-        vocab_size=vocabulary,
-        layers=layers,
-        norm=qwen3._qwen3_norm(width),
-        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=start),
-        lm_head=Linear.Config(in_features=width, out_features=vocabulary, param_init=qwen3._LINEAR_INIT),
-        enable_weight_tying=model.weight_tying,
-    )
+    ends = {
+        "tok_embeddings": Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=start),
+        "lm_head": Linear.Config(in_features=width, out_features=vocabulary, param_init=qwen3._LINEAR_INIT),
+        "norm": qwen3._qwen3_norm(width),
+        "enable_weight_tying": model.weight_tying,
+    }
+    built = qwen3.Qwen3Model.Config(dim=width, vocab_size=vocabulary, layers=layers, **ends)
     for _, norm, _, _ in built.traverse(RMSNorm.Config):
         norm.eps = model.norm_eps
-    if config.low_precision == "fp8_tensorwise":
-        built = in_float8(built, config.compile)
+    if config.low_precision == "fp8_tensorwise":  # a recipe of torchao's that torchtitan 0.3 takes, unnamed
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        scaled = {"recipe_name": "tensorwise", "filter_fqns": [HEAD]}
+        converter = Float8LinearConverter.Config(**scaled, model_compile_enabled=config.compile)
+        built = converter.build().convert(built)
     # what is None: pipelines, experts, weights in a folder
     return ModelSpec("qwen3", "ours", built, qwen3.parallelize_qwen3, None, None, None)
-
-
-def in_float8(model: Any, compiled: bool) -> Any:
-    """torchao's linear layers, scaled by tensor: a recipe of torchao's that torchtitan 0.3 takes, unnamed."""
-    from torchtitan.components.quantization import Float8LinearConverter
-
-    converter = Float8LinearConverter.Config(
-        recipe_name="tensorwise", filter_fqns=[HEAD], model_compile_enabled=compiled
-    )
-    return converter.build().convert(model)

@@ -7,8 +7,7 @@ import pytest
 from support.helpers import write_config
 
 from bench import throughput
-from bench.peers.hugging_face import Transformers
-from bench.peers.liger import Liger
+from bench.peers.hugging_face import Liger, Transformers
 from bench.plan import Entry, make_plan
 from bench.process import end_with_status
 from bench.results import relate
@@ -72,7 +71,7 @@ def test_peer_runs_beside_the_variants_that_it_can_train(tmp_path):
     ],
 )
 def test_what_a_peer_cannot_train_is_said_before_any_run(peer, flags, reason):
-    found = peer.obstacle(load_config(flags), 1)
+    found = peer.obstacle(load_config(flags))
     assert found is None if reason is None else reason in found
 
 

@@ -81,11 +81,11 @@ def stand_in(small, monkeypatch):
 def test_its_trainer_gets_our_batches_and_its_steps_are_rows(small, stand_in):
     config, sources = small
     found = Torchtitan().train(config, CPU, sources)
-    rows = found.pop("training_iterations")
+    rows = found["training_iterations"]
     assert [row["iter"] for row in rows] == [0, 2, 4, 5] and stand_in.metrics.logged == [1, 3, 5, 6]
     assert [row["loss"] for row in rows] == [4.0, 2.0, 0.0, -1.0]
     assert (found["parameters"], found["class"], stand_in.closed) == (stand_in.parameters, "Qwen3", True)
-    printed = report(config, CPU, found, rows)
+    printed = report(config, CPU, found)
     tokens_per_iter = 2 * config.batch_size * config.block_size
     assert rows[1]["tokens_per_sec"] == pytest.approx(tokens_per_iter / (rows[1]["time_ms"] / 1000))
     figures = measure(printed["training_iterations"], 1)  # as bench.throughput reads them
@@ -141,7 +141,7 @@ def test_time_of_a_row_is_that_of_its_iterations(small, monkeypatch):
 )
 def test_what_torchtitan_cannot_train_is_said_before_any_run(flags, reason, monkeypatch):
     monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: name)  # torchao
-    found = Torchtitan().obstacle(load_config(flags), 2)
+    found = Torchtitan().obstacle(load_config(flags))
     assert found is None if reason is None else reason in found
 
 
@@ -158,7 +158,7 @@ def test_fp8_is_compared_with_a_run_of_its_own_and_needs_torchao(monkeypatch):
     assert of["fp8"].peers == ["torchtitan: fp8"]
     assert of["torchtitan: fp8"].program == ["-m", "bench.peer", "--peer=torchtitan"]
     monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: None)
-    assert Torchtitan().obstacle(load_config([*QWEN3, FP8]), 1).endswith("pip install torchao")
+    assert Torchtitan().obstacle(load_config([*QWEN3, FP8])).endswith("pip install torchao")
 
 
 def test_the_requirements_file_has_the_version_that_is_asked_for():
