@@ -3,34 +3,40 @@
     python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16
 
 Each matmul at its own shape (forward, gradient of the input, gradient of the weight; M = the tokens of a
-micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses.
-Matmuls and attention one after another are the shortest possible micro-step, so the share of
-this ceiling that a run reaches says what is left in everything else: norms, casts, loss, optimizer, launches,
-communication.
+micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses. One
+after another they are the shortest possible micro-step, so the share of this ceiling that a run reaches says
+what is left in everything else: norms, casts, loss, optimizer, launches, communication. With a recipe that
+has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the casts, and the
+ceiling takes these. Other recipes have the ceiling of bf16.
 
-With a recipe that has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the
-casts, and the ceiling takes these. Other recipes have the ceiling of bf16.
-
-It takes BUDGET_S, however many operations there are. The last line of the output is one line of JSON.
+The traps: a GPU at its power limit runs the first tenth of a second faster than the rest, and zeros draw less
+power than data. So each figure is the median of several samples after work that warmed the GPU up, on random
+numbers. It takes BUDGET_S, however many operations there are. The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import statistics
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 import model_builder
-from bench.operations import ON_A_CPU, Timing, seconds_per_call, time_attention, time_matmul
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
+from model import manual_attention
 from model_config import ModelConfig
+from ops.float8 import FORWARD, GRADIENT
 from training.configuration.choices import find
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
+from training.hardware.attention_kernels import choose_attention
 from training.hardware.peaks import Peak, resolve_peak
 from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
@@ -44,6 +50,114 @@ HEAD = "lm_head"  # the one matmul outside the blocks
 BUDGET_S, HEAT_S = 4.0, 1.0
 HEAT_N = 8192  # of the square matrices
 SAMPLES, UNTIMED = 6, 0.25
+
+
+class Timing(NamedTuple):
+    """How long an operation is timed."""
+
+    warmup_s: float
+    sample_s: float
+    samples: int
+
+
+ON_A_CPU = Timing(0.02, 0.005, 5)
+
+
+# --- seconds of single operations ---
+
+
+def share_of_budget(operations: int, device: torch.device) -> Timing:
+    """How long each of so many operations is timed."""
+    if device.type == "cpu":
+        return ON_A_CPU
+    seconds = (BUDGET_S - HEAT_S) / operations
+    return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
+
+
+def heat(device: torch.device) -> None:
+    """Matmuls until the GPU's clock is that of sustained work."""
+    if device.type == "cuda":
+        a, b = torch.randn(2, HEAT_N, HEAT_N, device=device).bfloat16()
+        seconds_per_call(lambda: torch.mm(a, b), device, Timing(HEAT_S, 0.0, 1))
+
+
+def time_matmul(M: int, K: int, N: int, dtype: str, device: torch.device, timing: Timing) -> dict:
+    """Seconds and TFLOPS of x (M, K) times a Linear's weight (N, K), and of its two gradients."""
+    calls = products(M, K, N, dtype, device)
+    seconds = {name: seconds_per_call(call, device, timing) for name, call in calls}
+    rates = {name: 2 * M * K * N / value / 1e12 for name, value in seconds.items()}
+    return {"M": M, "K": K, "N": N, "seconds": seconds, "tflops": rates}
+
+
+def products(
+    M: int, K: int, N: int, dtype: str, device: torch.device
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """(name, call) of a Linear's products, in the layouts that autograd gives them; in fp8 as rows times
+    columns, the only layout that the tensor cores of Hopper take."""
+    if dtype != "fp8":
+        shapes = ((M, K), (N, K), (M, N))
+        x, weight, dy = (torch.randn(each, dtype=getattr(torch, dtype), device=device) for each in shapes)
+        yield "forward", lambda: torch.mm(x, weight.t())
+        yield "dgrad", lambda: torch.mm(dy, weight)
+        yield "wgrad", lambda: torch.mm(dy.t(), x)
+        return
+    one = torch.ones((), device=device)  # scale of an operand
+    passes = {  # (rows, inner, columns), dtype of the first operand
+        "forward": ((M, K, N), FORWARD),
+        "dgrad": ((M, N, K), GRADIENT),
+        "wgrad": ((N, M, K), GRADIENT),
+    }
+    for name, ((rows, inner, columns), first) in passes.items():
+        a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device).to(first)
+        b = torch.randn(columns, inner, dtype=torch.bfloat16, device=device).to(FORWARD).t()
+        # fast accumulation is not accurate enough for gradients (ops/float8.py)
+        keys = {"out_dtype": torch.bfloat16, "use_fast_accum": name == "forward"}
+        yield name, lambda a=a, b=b, keys=keys: torch._scaled_mm(a, b, one, one, **keys)
+
+
+def time_attention(
+    config: TrainConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, timing: Timing
+) -> dict:
+    """One layer's attention. Rates are by causal FLOPs: kernels skip the rest."""
+    choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
+    B, T, D = config.micro_batch, config.block_size, model.head_dim
+    q, k, v = (
+        torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True)
+        for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
+    )
+    y = choice.attend(q, k, v, 0.0)
+    dy = torch.randn_like(y)
+    calls = {
+        "forward": lambda: choice.attend(q, k, v, 0.0),
+        "backward": lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
+    }
+    seconds = {name: seconds_per_call(call, device, timing) for name, call in calls.items()}
+    causal = 2 * B * T * T * model.n_head * D  # two products, half of each; backward has four
+    rates = {
+        name: causal * factor / seconds[name] / 1e12 for name, factor in (("forward", 1), ("backward", 2))
+    }
+    return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
+
+
+def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing) -> float:
+    """The median of samples, each of as many calls as fill it, after the warm-up."""
+
+    def sample(calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / calls
+
+    sample(1)  # not counted: the first call also initializes
+    calls, began = 1, time.perf_counter()
+    while time.perf_counter() - began < timing.warmup_s:
+        calls = max(1, round(timing.sample_s / sample(calls)))
+    return statistics.median(sample(calls) for _ in range(timing.samples))
+
+
+# --- the ceiling ---
 
 
 def main(argv: list[str]) -> int:
@@ -84,22 +198,6 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
         "attention": attention,
         "ceiling": ceiling(config, tokens, matmuls, attention, peak),
     }
-
-
-def share_of_budget(operations: int, device: torch.device) -> Timing:
-    """How long each of so many operations is timed."""
-    if device.type == "cpu":
-        return ON_A_CPU
-    seconds = (BUDGET_S - HEAT_S) / operations
-    return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
-
-
-def heat(device: torch.device) -> None:
-    """Matmuls until the GPU's clock is that of sustained work."""
-    if device.type == "cpu":
-        return
-    a, b = torch.randn(2, HEAT_N, HEAT_N, device=device).bfloat16()
-    seconds_per_call(lambda: torch.mm(a, b), device, Timing(HEAT_S, 0.0, 1))
 
 
 def ceiling(config: TrainConfig, tokens: int, matmuls: list[dict], attention: dict, peak: Peak) -> dict:

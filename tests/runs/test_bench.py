@@ -18,14 +18,14 @@ import torch.nn.functional as functional
 from support.helpers import ROOT, TINY, launch, make_dataset, write_config
 
 import model_builder
-from bench import operations, peer, random_tokens, roofline, throughput
-from bench.operations import ON_A_CPU
+from bench import peer, random_tokens, roofline, throughput
 from bench.peers.hugging_face import Transformers, build, make_step
 from bench.peers.program import check_parameters
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
+from bench.roofline import ON_A_CPU
 from bench.runner import stated_peak
 from bench.suites import SUITES, Variant
 from bench.table import about_this, note, peaks
@@ -496,8 +496,8 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope, device="cuda")
         names = [name for name, _, _ in roofline.matmul_shapes(config.model_config())]
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
-    for dtype, products in (("fp8", operations._fp8_products), ("float32", operations._products)):
-        shapes = {name: call().shape for name, call in products(32, 64, 16, dtype, CPU)}
+    for dtype in ("fp8", "float32"):
+        shapes = {name: call().shape for name, call in roofline.products(32, 64, 16, dtype, CPU)}
         assert shapes == {"forward": (32, 16), "dgrad": (32, 64), "wgrad": (16, 64)}
 
 
@@ -506,11 +506,11 @@ def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
         call()
         return 0.5
 
-    monkeypatch.setattr(operations, "seconds_per_call", half_a_second)
-    matmul = operations.time_matmul(32, 64, 16, "float32", CPU, ON_A_CPU)
+    monkeypatch.setattr(roofline, "seconds_per_call", half_a_second)
+    matmul = roofline.time_matmul(32, 64, 16, "float32", CPU, ON_A_CPU)
     assert set(matmul["tflops"].values()) == {2 * 32 * 64 * 16 / 0.5 / 1e12}
     config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
-    attention = operations.time_attention(config, config.model_config(), torch.float32, CPU, ON_A_CPU)
+    attention = roofline.time_attention(config, config.model_config(), torch.float32, CPU, ON_A_CPU)
     forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
     assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
 
@@ -522,8 +522,8 @@ def test_a_call_is_timed_by_its_median_sample(monkeypatch):
     def call():
         clock.now += next(lasts)
 
-    monkeypatch.setattr(operations.time, "perf_counter", lambda: clock.now)
-    assert operations.seconds_per_call(call, CPU, ON_A_CPU) == 1.0
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: clock.now)
+    assert roofline.seconds_per_call(call, CPU, ON_A_CPU) == 1.0
 
 
 def test_ceiling_adds_up_what_would_run():
