@@ -58,6 +58,7 @@ class Entry:
     runs: list[dict] = field(default_factory=list)
     facts: dict = field(default_factory=dict)  # what the last successful run reported about itself
     result: dict | None = None
+    about: dict = field(default_factory=dict)  # what an experiment knows it by
 
 
 def check_overrides(

@@ -4,9 +4,14 @@
     python -m bench.precision --phase=loss --dataset=slimpajama_6b_gpt2 --seeds=1,2,3
     python -m bench.precision --phase=loss --hf=Qwen3-1.7B-Base --dataset=slimpajama_6b_qwen3 --seeds=1
 
-Each row of bench/precision_rows.py is a real train.py, one for its speed and one for each seed of its loss. A
-finished run is not run again: the same command continues after any end, and the same command started once for
-each GPU divides the runs among them.
+Each row is a real train.py, one for its speed and one for each seed of its loss. A finished run is not run
+again: the same command continues after any end, and the same command started once for each GPU divides the
+runs among them.
+
+The study continued the training of Qwen3-1.7B-Base on one B200 in 20 variants
+(https://github.com/Scicom-AI-Enterprise-Organization/small-malaysian-lm, README of commit a0af01f). Its MFU
+leaves the logits out where the embeddings are tied; docs/low_precision.md says what else its table does not
+show.
 """
 
 from __future__ import annotations
@@ -18,33 +23,126 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from bench import plan
-from bench.claim import claim
-from bench.precision_rows import CONFIG, REPEATS, ROW_KEYS, ROWS
-from bench.precision_table import Run, document_lines, row_figures
+from bench.plan import Entry
 from bench.process import TIMEOUT_MAX_S, end_with_status
-from bench.results import combine
-from bench.runner import kept, run_and_keep, run_folder
+from bench.results import SERIES, mean_and_deviation
+from bench.runner import claim, kept, run_and_keep, run_folder
 from bench.suites import Variant
-from bench.table import about_this, open_folder, result_line, save_table
-from bench.throughput import ITERS_MAX, check_formula, dataset_chooser
+from bench.table import about_this, heading, open_folder, result_line, save_table, table_of
+from bench.throughput import ITERS_MAX, check_formula, dataset_chooser, seed_numbers
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
+from mfu_versions import model_builder_v3 as v3
 from training.batches.sources import make_windows, open_sources
 from training.configuration.batch import EVAL_BATCH
+from training.configuration.files_and_flags import load_config
 from training.configuration.flags import take_flags
+from training.configuration.keys import ROOT
 from training.pretrained.settings import load_run_config
 
+# --- the rows ---
+
+CONFIG, STUDIED = "config/qwen3_1.7b.py", "config/cpt_qwen3_1.7b_4096.py"  # the study's model, its training
+LAYERS, HEAD = "layers", "layers_and_head"
+B200_FLOPS = 2.25e15  # in bf16, dense
+REPEATS = "rows 15 to 20 of the study repeat 9 to 14 with another kernel of RMSNorm, in bf16"
+BF16_TAIL = 0.15  # of the blocks
+
+
+class Published(NamedTuple):
+    mfu_percent: float
+    tokens_per_sec: float
+    loss: float  # of training, not held out
+    memory_percent: float  # of the B200's, as W&B saw it: with what the allocator keeps, not a peak
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant: the values of the keys in which rows differ."""
+
+    name: str  # its number in the study; 's': the same with stochastic rounding of the weights
+    own: dict[str, Any]
+    note: str = ""
+    bf16_tail: float = 0.0  # share of the blocks, the last ones, that stay in bf16
+    published: Published | None = None
+
+    def keys(self, n_layer: int) -> dict[str, object]:
+        """{key of train.py: value}, for a model of so many blocks."""
+        tail = {"low_precision_skip_last": max(1, round(self.bf16_tail * n_layer))} if self.bf16_tail else {}
+        return {**self.own, **tail}
+
+
+def keys_of(param_dtype: str, recipe: str, scope: str = LAYERS, **more: object) -> dict[str, object]:
+    keys = {"param_dtype": param_dtype, "low_precision": recipe, "low_precision_scope": scope}
+    return {**keys, "weight_tying": scope == LAYERS, **more}
+
+
+def studied(number: int, param_dtype: str, recipe: str, scope: str, *published: float) -> Row:
+    # the study's choice of gradients in fp8 is e4m3, where e5m2 is usual; of the head it is not as here
+    more = {"fp8_gradients": "e4m3"} if recipe == "fp8_delayed" else {}
+    in_head = {"fp8_delayed": "the logits' gradient in e5m2", "nvfp4": "the logits' gradient in bf16"}
+    note = in_head.get(recipe, "") if scope == HEAD else ""
+    keys = keys_of(param_dtype, recipe, scope, **more)
+    return Row(str(number), keys, note, published=Published(*published))
+
+
+STUDY = (
+    studied(1, "float32", "none", LAYERS, 36.01, 71851.17, 1.3667, 67.91),
+    studied(2, "bfloat16", "none", LAYERS, 38.28, 76380.13, 1.8192, 53.66),
+    studied(3, "float32", "fp8_delayed", LAYERS, 39.68, 79174.49, 1.3801, 69.02),
+    studied(4, "bfloat16", "fp8_delayed", LAYERS, 47.80, 95387.86, 1.7431, 56.14),
+    studied(5, "float32", "mxfp8", LAYERS, 38.12, 76064.93, 1.3782, 67.66),
+    studied(6, "bfloat16", "mxfp8", LAYERS, 45.70, 91203.36, 1.7405, 58.79),
+    studied(7, "float32", "nvfp4", LAYERS, 38.46, 76740.59, 1.4768, 62.53),
+    studied(8, "bfloat16", "nvfp4", LAYERS, 46.04, 91883.08, 1.8853, 52.44),
+    studied(9, "float32", "fp8_delayed", HEAD, 45.26, 77487.93, 1.4105, 70.88),
+    studied(10, "bfloat16", "fp8_delayed", HEAD, 52.65, 90138.03, 1.7542, 60.28),
+    studied(11, "float32", "mxfp8", HEAD, 41.53, 71109.20, 1.4017, 67.66),
+    studied(12, "bfloat16", "mxfp8", HEAD, 49.12, 84073.86, 1.7525, 58.79),
+    studied(13, "float32", "nvfp4", HEAD, 43.99, 75308.72, 1.8067, 66.1),
+    studied(14, "bfloat16", "nvfp4", HEAD, 51.46, 88110.51, 2.0097, 55.55),
+)
+FURTHER = (
+    Row("21", keys_of("float32", "fp8_tensorwise")),
+    Row("23", keys_of("float32", "fp8_delayed"), "gradients in e5m2"),
+    Row("24", keys_of("float32", "nvfp4"), "last 15 % of the blocks in bf16", BF16_TAIL),
+    Row("25", keys_of("float32", "none", weight_tying=False), "what untying alone changes"),
+)
+ROWS: dict[str, Row] = {}
+for _row in (*STUDY, *FURTHER):
+    ROWS[_row.name] = _row
+    if _row.own["param_dtype"] == "bfloat16":  # rounded to nearest, most of the weights stay where they are
+        _keys = {**_row.own, "weight_rounding": "stochastic"}
+        ROWS[f"{_row.name}s"] = dataclasses.replace(_row, name=f"{_row.name}s", own=_keys, published=None)
+BASELINE = ROWS["1"]
+
+
+def corrected(row: Row) -> tuple[float, float] | None:
+    """MFU of the published tokens/s in percent of the bf16 peak by formula v3, so with the logits in every
+    row: with the full matrix of scores, and with its causal half. None for a row that is not the study's."""
+    if row.published is None:
+        return None
+    config = load_config([str(ROOT / CONFIG)])
+    flops = v3.count_flops(config.model_config(), config.block_size)
+    share = 100 * row.published.tokens_per_sec / B200_FLOPS
+    return share * flops["flops_per_token"], share * flops["flops_per_token_causal"]
+
+
+# --- the command ---
+
 PHASES = ("speed", "loss")
-OTHERS = {*plan.RESERVED, *ROW_KEYS, "seed", "init_weights", "eval_iters"}  # keys that rows and options set
+OTHERS = {*plan.RESERVED, "seed", "init_weights", "eval_iters"}  # keys that rows and options set
+OTHERS |= {key for row in ROWS.values() for key in row.keys(n_layer=1)}
 INSTEAD = "--rows, --seeds, --hf, --iters, --warmup, --loss_iters, --dataset or --output"
 EVAL_TOKENS = 2**21  # at most, of each split
 TEXT = "quickstart"  # the dataset of the loss, if none is named
-STUDIED = "config/cpt_qwen3_1.7b_4096.py"  # the study's training
 SPEED_KEYS: dict[str, object] = {"doc_masking": True, "packing": "stream", "dtype": "bfloat16"}
 SPEED_KEYS |= {"batch_size": 8, "gradient_accumulation_steps": 4}
 # tests/gpu/test_precision.py has the same model: a Qwen3 that learns from scratch in 300 iterations
@@ -66,24 +164,25 @@ def main(argv: list[str]) -> int:
         done = f"{len(runs) - len(missing)} of {len(runs)} runs are finished"
         print(f"{done} and are not run again", flush=True)
     for number, run in enumerate(missing, start=1):
-        title = f"[{number}/{len(missing)}] {run.entry.name}"
-        with claim(folder / "runs" / f"{run_folder(run.entry, 0, folder).stem}.lock") as ours:
+        title = f"[{number}/{len(missing)}] {run.name}"
+        with claim(folder / "runs" / f"{run_folder(run, 0, folder).stem}.lock") as ours:
             if not ours:
                 print(f"{title}: another process is at it", flush=True)
             elif not is_finished(run, folder):  # another process may have done it meanwhile
                 print(f"{title}: started", flush=True)
-                run_once(run, folder, arguments)
-                print(f"{title}: {result_line(run.entry)}", flush=True)
+                warmup = arguments.warmup if run.about["phase"] == "speed" else 0
+                run_and_keep(run, folder, argparse.Namespace(**{**vars(arguments), "warmup": warmup}))
+                print(f"{title}: {result_line(run)}", flush=True)
         save(folder, content, runs)  # so that an interrupted benchmark leaves its results
     print("\n".join(["", *save(folder, content, runs), "", f"Saved in {folder}"]), flush=True)
-    return 1 if any(run.entry.runs and run.entry.runs[-1]["reason"] for run in runs) else 0
+    return 1 if any(run.runs and run.runs[-1]["reason"] for run in runs) else 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m bench.precision",
         description=__doc__.splitlines()[0],
-        epilog=f"rows: {', '.join(ROWS)} (bench/precision_rows.py); --key=value of train.py goes to all runs",
+        epilog=f"rows: {', '.join(ROWS)} (bench/precision.py); --key=value of train.py goes to all runs",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -97,9 +196,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--loss_iters", type=whole_number(2, ITERS_MAX), default=300, help="of a loss run (300)")
     add("--timeout", type=real_number(0, TIMEOUT_MAX_S), default=7200, help="seconds for one run (7200)")
     add("--output", type=user_path, default="out-bench/precision", help="the folder of all results")
+    parser.set_defaults(keep_cache=True)  # compiling again would take most of the time, and no figure has it
     flags, rest = take_flags(argv, plan.OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
-    options.keep_cache = True  # compiling again would take most of the time, and no figure includes it
     return options, flags + unknown
 
 
@@ -111,14 +210,10 @@ def row_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def seed_numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(whole_number(0)(number) for number in text.split(",")))
-
-
 # --- what is run ---
 
 
-def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: list[str]) -> list[Run]:
+def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: list[str]) -> list[Entry]:
     """The runs of a phase. Raises UserError for settings with which no row could run."""
     chosen = dataset_chooser(arguments.dataset or ("random" if phase == "speed" else TEXT), folder)
     assert chosen
@@ -136,14 +231,15 @@ def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: 
         fixed["eval_iters"] = max(1, min(EVAL_TOKENS // (batch * base.block_size), windows // batch))
     settings = f"{phase}: {shlex.join([config, *plan.as_flags(keys), *flags])} --dataset={base.dataset}"
     runs = []
-    for row, seed in itertools.product([ROWS[name] for name in arguments.rows], seeds):
-        own = row.keys(base.n_layer) | ({} if seed is None else {"seed": seed})
+    for row, seed in itertools.product(arguments.rows, seeds):
+        own = ROWS[row].keys(base.n_layer) | ({} if seed is None else {"seed": seed})
         if base.init_weights:
             del own["weight_tying"]  # the weights say so
-        name = f"{phase} {row.name}" + ("" if seed is None else f", seed {seed}")
+        name = f"{phase} {row}" + ("" if seed is None else f", seed {seed}")
         variant = Variant(name, config, {**keys, **own})
         (entry,) = plan.make_plan((variant,), flags, chosen, torch.cuda.device_count(), keys=fixed)
-        runs.append(Run(phase, row.name, seed, entry, settings))
+        entry.about = {"phase": phase, "row": row, "seed": seed, "settings": settings}
+        runs.append(entry)
     return runs
 
 
@@ -162,45 +258,96 @@ def loss_keys(arguments: argparse.Namespace, chosen: Callable, overrides: list[s
     return CONFIG, {**SMALL, "vocab_size": vocabulary, "warmup_iters": min(50, arguments.loss_iters // 6)}
 
 
-# --- running, and keeping what has been run ---
-
-
-def run_once(run: Run, folder: Path, arguments: argparse.Namespace) -> None:
-    options = argparse.Namespace(**{**vars(arguments), "warmup": arguments.warmup * (run.phase == "speed")})
-    run_and_keep(run.entry, folder, options, lambda: dataclasses.asdict(run))
-
-
-def is_finished(run: Run, folder: Path) -> bool:
+def is_finished(run: Entry, folder: Path) -> bool:
     """Whether a run that had the same arguments succeeded, in any process."""
-    return any(done.entry.argv == run.entry.argv and done.entry.result for done in kept_runs(folder))
+    return any(done.argv == run.argv and done.result for done, _ in kept(folder))
 
 
-def kept_runs(folder: Path) -> list[Run]:
-    """What the folder has of all runs, the oldest first."""
-    return list(filter(None, (read_result(content) for content, _ in kept(folder))))
+# --- the table ---
+
+# {column: format of its numbers, '' for text}
+COLUMNS = {"row": "", "weights": "", "matmuls": "", "executed as": "", "tokens/s": ",.0f", "MFU %": ".1f"}
+COLUMNS |= {"causal %": ".1f", "of fp8 %": ".1f", "peak GiB": ".1f", "reserved": ".1f"}
+COLUMNS |= {"held-out loss": ".4f", "from row 1 %": "+.2f", "study's tokens/s": ",.0f"}
+COLUMNS |= {"study's MFU %": ".2f", "corrected %": ".1f", "its causal %": ".1f", "study's memory %": ".2f"}
+COLUMNS |= {"study's loss": ".4f", "note": ""}
+LEGEND = (
+    "MFU: v3, of the bf16 peak in every row, with the full matrix of scores; causal: its causal half,\n"
+    "inside documents where they are masked; of fp8: of the fp8 peak, native fp8 alone; loss: mean and\n"
+    "standard deviation over seeds; from row 1: of the same seed. The study's columns are of one B200, as\n"
+    "printed (memory: W&B's, no peak) and with its tokens/s counted as here (docs/low_precision.md)."
+)
 
 
-def read_result(content: dict) -> Run | None:
-    """None for a result that is damaged."""
-    try:
-        run = Run(**{**content, "entry": plan.Entry(**content["entry"])})
-        run.entry.result = combine(run.entry.runs)
-        return run if run.row in ROWS else None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def save(folder: Path, content: dict, planned: list[Run]) -> list[str]:
+def save(folder: Path, content: dict, planned: list[Entry]) -> list[str]:
     """Saves the table and everything; returns the lines of the document, with the newest run of each row and
     seed: in each phase of those with the settings of this command, else of the newest run."""
-    done = kept_runs(folder)
-    settings = {run.phase: run.settings for run in [*done, *planned]}
-    alike = [run for run in done if run.settings == settings[run.phase]]
-    runs = list({(run.phase, run.row, run.seed): run for run in alike}.values())
+    done = [run for run, _ in kept(folder) if run.about.get("row") in ROWS]
+    settings = {run.about["phase"]: run.about["settings"] for run in [*done, *planned]}
+    alike = [run for run in done if run.about["settings"] == settings[run.about["phase"]]]
+    runs = list({(run.about["phase"], run.about["row"], run.about["seed"]): run for run in alike}.values())
     content |= {"settings": list(settings.values()), "rows": row_figures(runs)}
-    lines = document_lines(content, runs)
+    facts: dict = next((run.facts for run in runs if run.facts), {})
+    lines = [*heading(content, "precision matrix", facts), *(f"- {text}" for text in content["settings"])]
+    if peak := facts.get("hardware", {}).get("peak"):
+        lines.append(f"- bf16 peak: {peak['tflops_per_gpu'] or 'unknown'} TFLOPS, {peak['source']}")
+    lines += [
+        "",
+        *table_of(COLUMNS, content["rows"], ("weights", "matmuls", "executed as", "note")),
+        "",
+        LEGEND,
+    ]
     save_table(folder, {**content, "runs": [dataclasses.asdict(run) for run in runs]}, lines)
     return lines
+
+
+def row_figures(runs: list[Entry]) -> list[dict[str, Any]]:
+    """{column: value} of each row, and its losses and failures; what was not measured is None or empty."""
+    of = {name: [run for run in runs if run.about["row"] == name] for name in ROWS}
+    losses = {
+        name: {
+            str(run.about["seed"]): run.facts["evaluations"][-1]["val_loss"]
+            for run in of[name]
+            if run.about["phase"] == "loss" and run.result
+        }
+        for name in ROWS
+    }
+    return [figures(row, of[row.name], losses[row.name], losses[BASELINE.name]) for row in ROWS.values()]
+
+
+def figures(row: Row, runs: list[Entry], own: dict[str, float], first: dict[str, float]) -> dict[str, Any]:
+    """`own` and `first`: the losses of the row and of row 1, by seed."""
+    speed: dict = next((run.result for run in runs if run.about["phase"] == "speed" and run.result), {})
+    facts: dict = next((run.facts for run in runs if run.result), {})
+    medians = {name: (speed.get(name) or {}).get("median") for name in SERIES}
+    low, keys = facts.get("low_precision") or {}, row.own
+    paired = [100 * (own[seed] / first[seed] - 1) for seed in own if seed in first and row is not BASELINE]
+    stochastic = " stochastic" * (keys.get("weight_rounding") == "stochastic")
+    found = {
+        "row": row.name,
+        "weights": {"float32": "fp32", "bfloat16": "bf16"}[keys["param_dtype"]] + stochastic,
+        "matmuls": keys["low_precision"] + " and head" * (keys["low_precision_scope"] == HEAD),
+        "executed as": low.get("executed") or ("bf16" if facts and keys["low_precision"] == "none" else None),
+        "tokens/s": medians["tokens_per_sec"],
+        "MFU %": medians["mfu_percent"],
+        "causal %": medians["mfu_causal_percent"],
+        "of fp8 %": medians["mfu_fp8_percent"] if low.get("native", True) else None,
+        "peak GiB": speed.get("max_allocated_gb"),
+        "reserved": speed.get("max_reserved_gb"),
+        "held-out loss": mean_and_deviation(list(own.values())),
+        "from row 1 %": mean_and_deviation(paired),
+        "losses": own,
+        "weight_tying": facts.get("config", {}).get("weight_tying", keys["weight_tying"]),
+    }
+    names = ("study's MFU %", "study's tokens/s", "study's loss", "study's memory %")
+    found |= zip(names, row.published or [None] * len(names), strict=True)
+    found["corrected %"], found["its causal %"] = corrected(row) or (None, None)
+    said = [row.note, "" if found["weight_tying"] else "untied", "" if runs else "not run"]
+    for run in runs:
+        phase, reason = run.about["phase"], run.runs[-1]["reason"]
+        said += [f"{phase} failed: {reason}"] * bool(reason)
+        said += [f"{phase} ran otherwise: {text}" for text in run.facts.get("fallbacks", [])]
+    return {**found, "note": "; ".join(dict.fromkeys(filter(None, said))).replace("|", "/")}
 
 
 if __name__ == "__main__":

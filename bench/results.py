@@ -93,5 +93,11 @@ def relate(entries: list[Entry]) -> None:
         result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
 
 
+def mean_and_deviation(values: list[float]) -> tuple[float, float | None] | None:
+    """Over seeds. None without values."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return (statistics.mean(values), spread) if values else None
+
+
 def _most(values: list[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

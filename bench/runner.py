@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import itertools
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from bench.plan import Entry
 from bench.process import REASON_LENGTH, from_root, python_command, run_process
 from bench.results import combine, measure
 from common.durable_file import write_json
+from common.file_lock import take_lock
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.run_records import run_records
 from common.text import one_line
@@ -54,26 +57,37 @@ def run_entry(
         entry.result = combine(entry.runs)
 
 
-def run_and_keep(
-    entry: Entry, folder: Path, arguments: argparse.Namespace, content: Callable[[], dict], **process: Any
-) -> Path:
-    """Runs the entry in a new folder, which it returns, and writes what content() says then into it."""
+def run_and_keep(entry: Entry, folder: Path, arguments: argparse.Namespace, **process: Any) -> Path:
+    """Runs the entry in a new folder, which it returns and which then has the entry with its results."""
     number = next(n for n in itertools.count(1) if not run_folder(entry, n, folder).exists())
     run_entry(entry, number, folder, arguments, [entry], **process)
     out_dir = run_folder(entry, number, folder)
     out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
     shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # each new best loss is saved
-    write_json(out_dir / RESULT, content())
+    write_json(out_dir / RESULT, dataclasses.asdict(entry))
     return out_dir
 
 
-def kept(folder: Path) -> Iterator[tuple[dict, Path]]:
+def kept(folder: Path) -> Iterator[tuple[Entry, Path]]:
     """(what was kept, its folder) of each run, the oldest first; not of one that was killed meanwhile."""
     for path in sorted((folder / "runs").glob(f"*/{RESULT}"), key=lambda path: path.stat().st_mtime_ns):
         try:
-            yield read_json(path), path.parent
-        except (OSError, ValueError):
+            content = read_json(path)
+            if "entry" in content:  # of the precision matrix, before Entry had `about`
+                content = {**content.pop("entry"), "about": content}
+            yield Entry(**content), path.parent
+        except (OSError, ValueError, TypeError):
             continue
+
+
+@contextlib.contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether no other process has claimed this path. The claim lasts until the end of the block, or of the
+    process, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        danger = "nothing prevents two processes from doing the same; start one at a time with this folder"
+        yield take_lock(file.fileno(), path, danger)
 
 
 def run_folder(entry: Entry, repeat: int, folder: Path) -> Path:

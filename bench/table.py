@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.plan import Entry
 from common.durable_file import write_bytes
@@ -154,6 +156,19 @@ def peaks(entries: list[Entry]) -> list[str]:
             rate = f"{peak['tflops_per_gpu']:.4g} TFLOPS in {entry.dtype}"
             found.setdefault(entry.dtype, f"{rate}, {peak['source']}")
     return list(found.values())
+
+
+def table_of(columns: dict[str, str], rows: list[dict[str, Any]], text_columns: Sequence[str]) -> list[str]:
+    """The lines of a table with columns of {name: format of its numbers, '' for text}. A value may be
+    (mean, deviation or None)."""
+    texts = [[cell(row[name], form) for name, form in columns.items()] for row in rows]
+    return aligned(list(columns), texts, text_columns, "github")
+
+
+def cell(value: Any, form: str) -> str:
+    mean, spread = value if isinstance(value, tuple) else (value, None)
+    text = "" if mean is None else format(mean, form)
+    return text if spread is None else f"{text} ± {spread:{form.lstrip('+')}}"
 
 
 # --- the folder, of every benchmark that makes a table ---

@@ -140,6 +140,10 @@ def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...
     return tuple(variant for variant in variants if variant.name in wanted)
 
 
+def seed_numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(whole_number(0)(number) for number in text.split(",")))
+
+
 def names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
 

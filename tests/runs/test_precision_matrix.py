@@ -13,8 +13,7 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset
 
 from bench import precision, process, runner
-from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
-from bench.precision_table import COLUMNS, row_figures
+from bench.precision import B200_FLOPS, COLUMNS, CONFIG, ROWS, STUDY, corrected, row_figures
 from bench.process import end_with_status
 from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
 from mfu_versions import model_builder_v3 as v3
@@ -87,7 +86,7 @@ def row_of(content: dict, name: str) -> dict:
 def test_the_published_mfu_follows_from_the_studys_formula(row):
     """6 (N - N_embedding) + 12 L H D T FLOPs for a token. N counts a tied matrix once, so the logits are in
     it only where they have weights of their own. Row 12 is printed 0.013 higher than its tokens/s give."""
-    config = load_config([str(ROOT / CONFIG), f"--weight_tying={row.weight_tying}"]).model_config()
+    config = load_config([str(ROOT / CONFIG), f"--weight_tying={row.own['weight_tying']}"]).model_config()
     counted = v3.build_model(config).count_parameters()["total"] - config.vocab_size * config.n_embd
     flops = 6 * counted + 12 * config.n_layer * config.attention_width * config.block_size
     rounding = 0.014 if row.name == "12" else 0.006
@@ -103,14 +102,14 @@ def test_the_published_speed_counted_by_one_formula(line):
 
 def test_the_studys_14_distinct_rows_and_both_kinds_of_rounding():
     assert [row.name for row in STUDY] == [str(number) for number in range(1, 15)]
-    assert len({str((row.param_dtype, row.keys(28))) for row in STUDY}) == 14
+    assert len({str((row.own["param_dtype"], row.keys(28))) for row in STUDY}) == 14
     figures = {row["row"]: row for row in row_figures([])}
     assert figures["9"]["study's tokens/s"] == 77_487.93 and figures["9"]["study's memory %"] == 70.88
     assert figures["21"]["study's tokens/s"] is figures["21"]["study's memory %"] is None
     assert {"study's tokens/s", "study's memory %"} < COLUMNS.keys()
     for row in STUDY:
         twin = ROWS.get(f"{row.name}s")
-        assert (twin is not None) == (row.param_dtype == "bfloat16")
+        assert (twin is not None) == (row.own["param_dtype"] == "bfloat16")
         if twin:
             assert twin.keys(28) == {**row.keys(28), "weight_rounding": "stochastic"}
             assert twin.published is None
@@ -228,8 +227,8 @@ def test_a_row_says_what_ran_otherwise_than_asked(finished, tmp_path, capsys):
     folder = shutil.copytree(first, tmp_path / "out")
     path = folder / "runs/speed-21.1/result.json"
     result = json.loads(path.read_text())
-    assert result["entry"]["facts"]["fallbacks"] == []
-    result["entry"]["facts"]["fallbacks"] = ["asked for sdpa (sdpa [flex attention] failed: no kernel)"]
+    assert result["facts"]["fallbacks"] == []
+    result["facts"]["fallbacks"] = ["asked for sdpa (sdpa [flex attention] failed: no kernel)"]
     path.write_text(json.dumps(result))
     assert precision.main([*arguments, f"--output={folder}", "--rows=1,21"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("|  21 "))
@@ -239,7 +238,7 @@ def test_a_row_says_what_ran_otherwise_than_asked(finished, tmp_path, capsys):
 HOLDS = """
 import sys
 from pathlib import Path
-from bench.claim import claim
+from bench.runner import claim
 with claim(Path(sys.argv[1])) as ours:
     print(ours, flush=True)
     sys.stdin.read()
@@ -270,11 +269,11 @@ def test_loss_from_hugging_faces_weights_takes_the_studys_settings(tmp_path, tok
     weights = save("qwen3", tmp_path / "weights")
     given = ["--device=cpu", "--compile=False", "--phase=loss", "--block_size=32", "--seeds=7"]
     arguments, overrides = precision.parse([*given, f"--hf={weights}", f"--dataset={tokens}"])
-    runs = {run.row: run for run in precision.runs_of("loss", arguments, tmp_path, overrides)}
-    assert runs["1"].settings.startswith("loss: config/cpt_qwen3_1.7b_4096.py --init_weights=hf:")
+    runs = {run.about["row"]: run for run in precision.runs_of("loss", arguments, tmp_path, overrides)}
+    assert runs["1"].about["settings"].startswith("loss: config/cpt_qwen3_1.7b_4096.py --init_weights=hf:")
     for name in ("1", "13"):  # row 13 of the study is untied; these weights are tied
-        config = load_run_config(runs[name].entry.argv)
-        assert runs[name].entry.problem is None
+        config = load_run_config(runs[name].argv)
+        assert runs[name].problem is None
         assert config.weight_tying and config.doc_masking and config.seed == 7
         assert (config.learning_rate, config.beta2, config.warmup_iters) == (2e-5, 0.999, 100)
         assert config.wsd_decay_shape == "cosine" and config.max_iters == config.eval_interval == 300
@@ -317,4 +316,4 @@ def test_the_held_out_loss_is_of_all_windows_if_they_are_few(
     monkeypatch.setattr(precision, "EVAL_TOKENS", most)
     arguments, overrides = precision.parse([*SHORT, f"--dataset={tokens}", "--rows=1", *flags])
     run = precision.runs_of("loss", arguments, tmp_path, overrides)[0]
-    assert load_run_config(run.entry.argv).eval_iters == expected
+    assert load_run_config(run.argv).eval_iters == expected

@@ -11,7 +11,7 @@ import types
 import pytest
 from support.helpers import ROOT
 
-from bench.claim import claim
+from bench.runner import claim
 from common.command import run_command
 from common.file_lock import take_lock
 from tools.track import __main__ as track
