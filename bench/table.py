@@ -197,8 +197,8 @@ def open_folder(folder: Path) -> Path:
     return folder
 
 
-def save_table(folder: Path, content: dict, lines: list[str]) -> None:
-    """Writes table.json with everything and table.md to read; each file is complete at any moment."""
-    texts = {"table.json": json.dumps(content, indent=1), "table.md": "\n".join(lines) + "\n"}
+def save_table(folder: Path, content: dict, lines: list[str], name: str = "table.json") -> None:
+    """Writes this file with everything and table.md to read; each is complete at any moment."""
+    texts = {name: json.dumps(content, indent=1), "table.md": "\n".join(lines) + "\n"}
     for name, text in texts.items():
         write_bytes(folder / name, text.encode("utf-8"))

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import deque
 from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import plan
-from bench.claim import claim
-from bench.precision import seed_numbers
+from bench.plan import Entry
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
-from bench.runner import kept, run_and_keep
+from bench.results import mean_and_deviation
+from bench.runner import claim, kept, run_and_keep
 from bench.suites import Variant
-from bench.table import about_this, open_folder, result_line
-from bench.throughput import ITERS_MAX, dataset_chooser, names
-from bench.time_to_loss_table import BASELINE, Run, save_results
+from bench.table import about_this, cell, heading, open_folder, result_line, save_table, table_of
+from bench.throughput import ITERS_MAX, dataset_chooser, names, seed_numbers
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
+from common.json_file import read_json
+from common.run_records import run_records
+from common.time_to_loss import Progress, Reached
 from data.folders import DATA_DIR
 from training.batches.sources import make_windows, open_sources
 from training.configuration.flags import take_flags
@@ -44,13 +49,15 @@ from training.configuration.keys import AUTO, ROOT
 from training.pretrained.settings import load_run_config
 
 CONFIG, FINEWEB = str(ROOT / "config/speedrun_124m.py"), "fineweb10b"
-GRIDS = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3)}
+BASELINE = "adamw"  # its mean final loss is the target
+GRIDS = {BASELINE: (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3)}
 RATES_MAX = 12  # of one optimizer
 KEYS: dict[str, dict[str, str]] = {
     name + suffix: {"optimizer": name, "low_precision": recipe}
     for suffix, recipe in (("", "none"), ("-fp8", "fp8_tensorwise"))
     for name in GRIDS
 }
+NO_RATE = "no short run ended with a loss, so no learning rate is known"
 SHORT = 4  # a run that helps to choose a rate has a quarter of the iterations
 EVALUATIONS = 16  # of a full run, for its curve
 CHOICE = "CUDA_VISIBLE_DEVICES"
@@ -130,6 +137,38 @@ def chosen_gpus(count: int) -> list[str | None]:
 # --- what is run ---
 
 
+@dataclass(eq=False)
+class Run:
+    """A training: with a seed, of the table; without one, for the choice of a learning rate."""
+
+    variant: str
+    rate: float
+    seed: int | None
+    entry: Entry
+    out_dir: Path | None = None  # once it is done
+
+    @property
+    def reason(self) -> str | None:
+        """Why it failed."""
+        return self.entry.runs[-1]["reason"] if self.entry.runs else None
+
+    @property
+    def loss(self) -> float | None:
+        """The held-out one after the last iteration: infinite if it failed, None if it was not run yet."""
+        if self.entry.result:
+            return self.entry.facts["evaluations"][-1]["val_loss"]
+        return math.inf if self.reason else None
+
+    @functools.cached_property
+    def record(self) -> dict:
+        assert self.out_dir, self.entry.name
+        return read_json(max(run_records(self.out_dir)))
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        return Progress(self.record)
+
+
 class Experiment:
     """The runs that are known to be needed, with what the folder has of them."""
 
@@ -143,8 +182,7 @@ class Experiment:
         self.dataset = self._dataset()
         self.runs: dict[str, Run] = {}
         # by the arguments of train.py
-        entries = [(plan.Entry(**content), out_dir) for content, out_dir in kept(folder)]
-        self.kept = {tuple(entry.argv): (entry, out_dir) for entry, out_dir in entries if entry.result}
+        self.kept = {tuple(entry.argv): (entry, at) for entry, at in kept(folder) if entry.result}
 
     def _dataset(self) -> str:
         asked, config = self.arguments.dataset, self.config
@@ -226,7 +264,13 @@ class Experiment:
         return longest if alike else SHORT * longest
 
     def save(self) -> list[str]:
-        return save_results(self.folder, self.content, self.arguments.variants, self.short(), self.full())
+        """Writes results.json with everything and table.md, whose lines it returns."""
+        short, full = self.short(), self.full()
+        rows = table_rows(self.arguments.variants, full)
+        lines = document_lines(self.content, rows, short, full)
+        runs = [dataclasses.asdict(run) | {"out_dir": str(run.out_dir)} for run in [*short, *full]]
+        save_table(self.folder, {**self.content, "rows": rows, "runs": runs}, lines, "results.json")
+        return lines
 
 
 def beyond(losses: dict[float, float | None]) -> float | None:
@@ -274,9 +318,132 @@ def work(experiment: Experiment, gpus: list[str | None], deadline: float) -> lis
 
 
 def run_once(run: Run, experiment: Experiment, options: dict[str, Any]) -> None:
-    entry, asdict = dataclasses.replace(run.entry, runs=[]), dataclasses.asdict
-    arguments = experiment.folder, experiment.arguments, lambda: asdict(entry)
-    run.out_dir, run.entry = run_and_keep(entry, *arguments, **options), entry  # the run is done
+    entry = dataclasses.replace(run.entry, runs=[])
+    run.out_dir = run_and_keep(entry, experiment.folder, experiment.arguments, **options)
+    run.entry = entry  # the run is done
+
+
+# --- the figures ---
+
+# {column: format of its numbers, '' for text}
+COLUMNS = {"variant": "", "learning rate": "g", "final loss": ".4f", "iterations": ".0f", "M tokens": ".2f"}
+COLUMNS |= {"training s": ".1f", "GPU-hours": ".4f", "of AdamW's tokens": ".3f", "of its time": ".3f"}
+COLUMNS |= {"tokens/s": ",.0f", "optimizer ms": ".2f", "note": ""}
+LEGEND = (
+    "Target: AdamW's mean final held-out loss in bf16; AdamW's own row is its whole run. Seconds: of\n"
+    "iterations alone. Means and standard deviations over seeds."
+)
+ABOUT = (
+    "- Target: {:.4f}. A run has {:.1f} M tokens of {data} in {:,.0f} iterations, {ratio:.2f} for each "
+    "parameter. So few flatter Muon: at 20 the literature has 1.3 to 1.5 times at this size, 1.1 at 1.2 B "
+    "(Wen et al. 2025, arXiv 2509.02046)."
+)
+
+
+def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
+    """{column: value} of each variant, for the table, and more. Over seeds a value is (mean, deviation); what
+    was not measured is None."""
+    baseline = [run for run in runs if run.variant == BASELINE and run.entry.result]
+    target = statistics.mean([run.loss or 0 for run in baseline]) if baseline else None
+    whole = [run.progress.at_last_evaluation() for run in baseline]
+    rows = []
+    for name in variants:
+        own = [run for run in runs if run.variant == name]
+        row = figures(own, target, whole) | {"variant": name, "note": note(own, target)}
+        rows.append(row | ({} if own or not runs else {"note": NO_RATE}))
+    return rows
+
+
+def figures(own: list[Run], target: float | None, whole: list[Reached]) -> dict[str, Any]:
+    """Of the runs of a variant. `whole`: the ends of AdamW's own, whose seeds lie around their mean: what it
+    needs for the target is its whole run."""
+    done = [run for run in own if run.entry.result]
+    found = [at for run in done if target is not None and (at := run.progress.reached(target))]
+    found = whole if own and own[0].variant == BASELINE else found if len(found) == len(done) else []
+    tokens = [at.tokens or math.nan for at in found]
+    all_tokens, all_seconds = [at.tokens or math.nan for at in whole], [at.training_seconds for at in whole]
+    by_seed = {
+        "final loss": [run.loss or 0 for run in done],
+        "iterations": [at.iteration for at in found],
+        "M tokens": [count / 1e6 for count in tokens],
+        "training s": [at.training_seconds for at in found],
+        "GPU-hours": [at.gpu_hours for at in found],
+        "of AdamW's tokens": [count / statistics.mean(all_tokens) for count in tokens],
+        "of its time": [at.training_seconds / statistics.mean(all_seconds) for at in found],
+        "tokens/s": [run.entry.result["tokens_per_sec"]["median"] for run in done if run.entry.result],
+    }
+    rows = [row for run in done for row in run.record["training_iterations"][1:]]
+    milliseconds = [row["optimizer_ms"] for row in rows if row.get("optimizer_ms") is not None]
+    return {
+        **{column: mean_and_deviation(values) for column, values in by_seed.items()},
+        "learning rate": own[0].rate if own else None,
+        "target": target,
+        "losses": {str(run.seed): run.loss for run in done},
+        "never": never(own, target),
+        "token ratios": by_seed["of AdamW's tokens"],
+        "time ratios": by_seed["of its time"],
+        "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
+    }
+
+
+def never(own: list[Run], target: float | None) -> list[int | None]:
+    """The seeds with which a variant does not reach the target."""
+    done = [run for run in own if run.entry.result and target is not None]
+    return [run.seed for run in done if run.progress.reached(target or 0.0) is None]
+
+
+def note(own: list[Run], target: float | None) -> str:
+    said = [f"seed {run.seed} failed: {run.reason}" for run in own if run.reason]
+    if seeds := never(own, target):
+        said.append(f"ends above the target with seed {', '.join(map(str, seeds))}")
+    low: dict = next((run.entry.facts["low_precision"] for run in own if run.entry.result), None) or {}
+    said += ["fp8 is emulated"] * (not low.get("native", True))
+    waiting = sum(run.loss is None for run in own)
+    said += [f"runs still to be done: {waiting or 'all'}"] * (waiting > 0 or not own)
+    return "; ".join(said).replace("|", "/")
+
+
+# --- in words ---
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What a row says of a variant against AdamW in bf16, also if that is nothing good."""
+    name, ratios, never = row["variant"], row.get("time ratios"), len(row["never"])
+    if never:
+        of = len(row["losses"])
+        return f"{name} does not reach AdamW's final loss with {never} of {of} seeds: it does not win."
+    if not ratios:
+        return f"{name}: there is nothing to compare yet."
+    wins = "it wins" if max(ratios) < 1 else "it does not win" if min(ratios) >= 1 else "seeds disagree"
+    tokens, seconds = (cell(row[column], ".3f") for column in ("of AdamW's tokens", "of its time"))
+    return f"{name} reaches AdamW's final loss in {tokens} of the tokens and {seconds} of the time: {wins}."
+
+
+def rate_line(name: str, runs: list[Run]) -> str:
+    """The losses of a grid."""
+    known = {run.rate: run.loss for run in runs if run.loss is not None}
+    best = min(known.values(), default=math.inf)
+    texts = [
+        f"{rate:g}: " + (f"{loss:.4f}" + " (best)" * (loss == best) if loss < math.inf else "failed")
+        for rate, loss in known.items()
+    ]
+    texts += dict.fromkeys(f"failed: {run.reason}" for run in runs if run.reason)
+    return f"- {name}, held-out loss of short runs by learning rate: {'; '.join(texts)}"
+
+
+def document_lines(content: dict, rows: list[dict[str, Any]], short: list[Run], full: list[Run]) -> list[str]:
+    done = [run for run in [*full, *short] if run.entry.result]
+    lines = heading(content, "time to loss", done[0].entry.facts if done else {})
+    for name in dict.fromkeys(run.variant for run in short):
+        lines.append(rate_line(name, [run for run in short if run.variant == name]))
+    lines += ["", *table_of(COLUMNS, rows, ("variant", "note")), ""]
+    lines += [f"- {verdict(row)}" for row in rows if row["variant"] != BASELINE]
+    if done and done[0].seed is not None and rows[0]["target"]:
+        facts, at = done[0].entry.facts, done[0].progress.at_last_evaluation()
+        tokens = at.tokens or 0.0
+        about = {"data": facts["config"]["dataset"], "ratio": tokens / facts["parameters"]}
+        lines.append(ABOUT.format(rows[0]["target"], tokens / 1e6, at.iteration, **about))
+    return [*lines, "", LEGEND]
 
 
 if __name__ == "__main__":
