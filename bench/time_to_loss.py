@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 import os
+import queue
 import signal
 import statistics
 import subprocess
@@ -58,6 +59,12 @@ KEYS: dict[str, dict[str, str]] = {
     for name in GRIDS
 }
 NO_RATE = "no short run ended with a loss, so no learning rate is known"
+NO_FINEWEB = (
+    f"there is no data/{FINEWEB}; make it with: hf download HuggingFaceFW/fineweb --repo-type dataset "
+    "--include sample/10BT/000_00000.parquet --local-dir fineweb && python data/text/prepare.py --input "
+    f"fineweb --tokenizer gpt2 --val_fraction 0.002 --output data/{FINEWEB}; or name your own text with "
+    "--dataset (docs/own_text.md)"
+)
 SHORT = 4  # a run that helps to choose a rate has a quarter of the iterations
 EVALUATIONS = 16  # of a full run, for its curve
 CHOICE = "CUDA_VISIBLE_DEVICES"
@@ -67,25 +74,22 @@ INSTEAD = "--variants, --grid, --seeds, --iters, --dataset, --config or --output
 
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
-    deadline = time.monotonic() + 60 * arguments.time_limit
     plan.check_overrides(overrides, OTHERS, INSTEAD)
     if {*arguments.variants} - {*KEYS} or BASELINE not in arguments.variants:
         known = ", ".join(KEYS)
         raise UserError(f"--variants must name some of {known}, and {BASELINE}: the target is its loss")
-    gpus = chosen_gpus(arguments.parallel)
-    experiment = Experiment(arguments, overrides, Path(arguments.output).resolve())
-    open_folder(experiment.folder)
-    experiment.content = about_this("bench.time_to_loss", argv)
-    with claim(experiment.folder / "lock") as ours:
+    experiment = Experiment(arguments, overrides, about_this("bench.time_to_loss", argv))
+    folder = open_folder(experiment.folder)
+    with claim(folder / "lock") as ours:
         if not ours:
-            raise UserError(f"another process is at work in {experiment.folder}; choose another --output")
-        left = work(experiment, gpus, deadline)
+            raise UserError(f"another process is at work in {folder}; choose another --output")
+        left = experiment.work()
         lines = experiment.save()
-    print("\n".join(["", *lines, "", f"Saved in {experiment.folder}"]), flush=True)
-    records = experiment.folder / "runs" / "*seed*" / "run_*.json"
+    print("\n".join(["", *lines, "", f"Saved in {folder}"]), flush=True)
+    records = folder / "runs" / "*seed*" / "run_*.json"
     print(f"Curves: python plots/compare_runs.py '{records}' --x time", flush=True)
     if left:
-        minutes = sum(map(experiment.seconds, left)) / len(gpus) / 60
+        minutes = sum(map(experiment.seconds, left)) / arguments.parallel / 60
         again = f"{len(left)} or more runs are left, about {minutes:.0f} minutes; the same command continues"
         print(f"--time_limit={arguments.time_limit:g}: {again}", flush=True)
     return 1 if any(run.reason for run in experiment.runs.values()) else 0
@@ -172,27 +176,26 @@ class Run:
 class Experiment:
     """The runs that are known to be needed, with what the folder has of them."""
 
-    content: dict  # what the saved document says of this process
-
-    def __init__(self, arguments: argparse.Namespace, overrides: list[str], folder: Path):
-        self.arguments, self.overrides, self.folder = arguments, overrides, folder
+    def __init__(self, arguments: argparse.Namespace, overrides: list[str], content: dict):
+        self.arguments, self.overrides, self.content = arguments, overrides, content
+        self.deadline = time.monotonic() + 60 * arguments.time_limit
+        self.gpus: queue.Queue[str | None] = queue.Queue()  # those that have no run
+        for gpu in chosen_gpus(arguments.parallel):
+            self.gpus.put(gpu)
+        self.processes: list[subprocess.Popen] = []
+        self.folder = Path(arguments.output).resolve()
         self.config_path = from_root(Path(arguments.config))
         self.config = load_run_config([str(ROOT / self.config_path), *overrides])
         self.iters = arguments.iters or self.config.max_iters
         self.dataset = self._dataset()
         self.runs: dict[str, Run] = {}
         # by the arguments of train.py
-        self.kept = {tuple(entry.argv): (entry, at) for entry, at in kept(folder) if entry.result}
+        self.kept = {tuple(entry.argv): (entry, at) for entry, at in kept(self.folder) if entry.result}
 
     def _dataset(self) -> str:
         asked, config = self.arguments.dataset, self.config
         if asked == AUTO and not (DATA_DIR / FINEWEB / "meta.json").is_file():
-            raise UserError(
-                f"there is no data/{FINEWEB}; make it with: hf download HuggingFaceFW/fineweb --repo-type "
-                "dataset --include sample/10BT/000_00000.parquet --local-dir fineweb && python "
-                f"data/text/prepare.py --input fineweb --tokenizer gpt2 --val_fraction 0.002 --output "
-                f"data/{FINEWEB}; or name your own text with --dataset (docs/own_text.md)"
-            )
+            raise UserError(NO_FINEWEB)
         choose = dataset_chooser(FINEWEB if asked == AUTO else asked, self.folder)
         assert choose
         config = dataclasses.replace(config, dataset=str(choose(config)))
@@ -206,7 +209,7 @@ class Experiment:
             )
         return config.dataset
 
-    def run(self, variant: str, rate: float, seed: int | None) -> Run:
+    def run(self, variant: str, rate: float, seed: int | None = None) -> Run:
         """A full run, or without a seed one that helps to choose a rate; with results, if there are any."""
         name = f"{variant} {rate:g}" if seed is None else f"{variant} seed {seed}"
         if name not in self.runs:
@@ -222,17 +225,16 @@ class Experiment:
                 torch.cuda.device_count(),
                 keys={**plan.FIXED, "eval_interval": iters if seed is None else steps[0]},
             )
-            kept = self.kept.get(tuple(entry.argv), (entry, None))
-            self.runs[name] = Run(variant, rate, seed, *kept)
+            self.runs[name] = Run(variant, rate, seed, *self.kept.get(tuple(entry.argv), (entry, None)))
         return self.runs[name]
 
     def rates(self, variant: str) -> list[Run]:
         """The short runs for its optimizer, as far as results ask for them; none if its rate is given."""
         optimizer = KEYS[variant]["optimizer"]
         rates = self.arguments.grid[optimizer]
-        runs = [self.run(optimizer, rate, None) for rate in rates if len(rates) > 1]
+        runs = [self.run(optimizer, rate) for rate in rates if len(rates) > 1]
         while len(runs) < RATES_MAX and (more := beyond({run.rate: run.loss for run in runs})):
-            runs.append(self.run(optimizer, more, None))
+            runs.append(self.run(optimizer, more))
         return sorted(runs, key=lambda run: run.rate)
 
     def short(self) -> list[Run]:
@@ -245,11 +247,10 @@ class Experiment:
         if any(run.loss is None for run in self.short()):
             return []
         for name in self.arguments.variants:
-            given = {0.0: self.arguments.grid[KEYS[name]["optimizer"]][0]}
             tried = self.rates(name)
-            rates = {run.loss or 0: run.rate for run in tried if run.entry.result} if tried else given
-            if rates:  # else no run succeeded
-                best[name] = rates[min(rates)]
+            rates = {run.loss or 0: run.rate for run in tried if run.entry.result}
+            if rates or not tried:  # else no run succeeded
+                best[name] = rates[min(rates)] if tried else self.arguments.grid[KEYS[name]["optimizer"]][0]
         found, order = [], deque(best)
         for seed in self.arguments.seeds:
             found += [self.run(name, best[name], seed) for name in order]
@@ -258,10 +259,45 @@ class Experiment:
 
     def seconds(self, run: Run) -> float:
         """About how long it will take: as the longest of its kind did."""
-        done = [other for other in self.runs.values() if other.entry.result]
+        done = [other for other in list(self.runs.values()) if other.entry.result]
         alike = [other for other in done if (other.seed is None) == (run.seed is None)]
         longest = max((other.entry.runs[-1]["seconds"] for other in alike or done), default=0)
         return longest if alike else SHORT * longest
+
+    def work(self) -> list[Run]:
+        """Runs what is needed, one run at a time on each GPU; returns what is left at the deadline."""
+        tried: list[Run] = []
+        with futures.ThreadPoolExecutor(self.arguments.parallel) as pool:
+            try:
+                while needed := [run for run in [*self.short(), *self.full()] if run.loss is None]:
+                    if {*needed} & {*tried}:
+                        return needed
+                    tried += needed
+                    for done in futures.as_completed([pool.submit(self.perform, run) for run in needed]):
+                        done.result()
+                        self.save()  # so that an interrupted experiment leaves its results
+            except BaseException:
+                self.deadline = -math.inf  # no other run begins
+                for process in self.processes:
+                    process.terminate()
+                raise
+        return []
+
+    def perform(self, run: Run) -> None:
+        """In a thread: one run on a free GPU, unless it would end after the deadline."""
+        gpu = self.gpus.get()
+        try:
+            if time.monotonic() + self.seconds(run) > self.deadline:
+                return
+            print(f"{run.entry.name}: started" + f" on GPU {gpu}" * bool(gpu), flush=True)
+            entry, variables = dataclasses.replace(run.entry, runs=[]), {CHOICE: gpu} if gpu else {}
+            options = {"started": self.processes.append, "variables": variables}
+            run.out_dir = run_and_keep(entry, self.folder, self.arguments, **options)
+            run.entry = entry  # the run is done
+        finally:
+            self.gpus.put(gpu)
+        loss = f"held-out loss {run.loss:.4f}, " * bool(entry.result)
+        print(f"{entry.name}: {loss}{result_line(entry)}", flush=True)
 
     def save(self) -> list[str]:
         """Writes results.json with everything and table.md, whose lines it returns."""
@@ -281,46 +317,6 @@ def beyond(losses: dict[float, float | None]) -> float | None:
     if len(known) < len(losses) or known.get(best, math.inf) == math.inf:
         return None
     return {min(known): best / 2, max(known): best * 2}.get(best)
-
-
-# --- running ---
-
-
-def work(experiment: Experiment, gpus: list[str | None], deadline: float) -> list[Run]:
-    """Runs what is needed, one run at a time on each GPU; returns what is left at the deadline."""
-    free = list(gpus)
-    processes: list[subprocess.Popen] = []
-    active: dict[futures.Future, tuple[Run, str | None]] = {}
-    with futures.ThreadPoolExecutor(len(gpus)) as pool:
-        try:
-            while True:
-                begun = [run for run, _ in active.values()]
-                needed = [*experiment.short(), *experiment.full()]
-                waiting = [run for run in needed if run.loss is None and run not in begun]
-                while waiting and free and time.monotonic() + experiment.seconds(waiting[0]) <= deadline:
-                    run, gpu = waiting.pop(0), free.pop(0)
-                    print(f"{run.entry.name}: started" + f" on GPU {gpu}" * bool(gpu), flush=True)
-                    options = {"started": processes.append, "variables": {CHOICE: gpu} if gpu else {}}
-                    active[pool.submit(run_once, run, experiment, options)] = run, gpu
-                if not active:
-                    return waiting
-                for future in futures.wait(active, return_when=futures.FIRST_COMPLETED).done:
-                    future.result()
-                    run, gpu = active.pop(future)
-                    free.append(gpu)
-                    loss = f"held-out loss {run.loss:.4f}, " * bool(run.entry.result)
-                    print(f"{run.entry.name}: {loss}{result_line(run.entry)}", flush=True)
-                experiment.save()  # so that an interrupted experiment leaves its results
-        except BaseException:
-            for process in processes:
-                process.terminate()
-            raise
-
-
-def run_once(run: Run, experiment: Experiment, options: dict[str, Any]) -> None:
-    entry = dataclasses.replace(run.entry, runs=[])
-    run.out_dir = run_and_keep(entry, experiment.folder, experiment.arguments, **options)
-    run.entry = entry  # the run is done
 
 
 # --- the figures ---
@@ -344,63 +340,59 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
     """{column: value} of each variant, for the table, and more. Over seeds a value is (mean, deviation); what
     was not measured is None."""
     baseline = [run for run in runs if run.variant == BASELINE and run.entry.result]
-    target = statistics.mean([run.loss or 0 for run in baseline]) if baseline else None
+    target = statistics.mean([run.loss or 0 for run in baseline] or [math.nan])
     whole = [run.progress.at_last_evaluation() for run in baseline]
     rows = []
     for name in variants:
         own = [run for run in runs if run.variant == name]
-        row = figures(own, target, whole) | {"variant": name, "note": note(own, target)}
-        rows.append(row | ({} if own or not runs else {"note": NO_RATE}))
+        nothing = {"note": NO_RATE if runs else "runs still to be done: all"}
+        rows.append({"variant": name, **figures(own, target, whole), **({} if own else nothing)})
     return rows
 
 
-def figures(own: list[Run], target: float | None, whole: list[Reached]) -> dict[str, Any]:
-    """Of the runs of a variant. `whole`: the ends of AdamW's own, whose seeds lie around their mean: what it
+def figures(own: list[Run], target: float, whole: list[Reached]) -> dict[str, Any]:
+    """Of the runs of a variant. `whole`: the ends of AdamW's own. Its seeds lie around their mean, so what it
     needs for the target is its whole run."""
     done = [run for run in own if run.entry.result]
-    found = [at for run in done if target is not None and (at := run.progress.reached(target))]
-    found = whole if own and own[0].variant == BASELINE else found if len(found) == len(done) else []
+    reached = {run.seed: run.progress.reached(target) for run in done if whole}
+    never = [seed for seed, at in reached.items() if at is None]
+    found = (
+        whole if done and done[0].variant == BASELINE else [] if never else [*filter(None, reached.values())]
+    )
     tokens = [at.tokens or math.nan for at in found]
-    all_tokens, all_seconds = [at.tokens or math.nan for at in whole], [at.training_seconds for at in whole]
+    most_tokens, most_seconds = (
+        statistics.mean([getattr(at, name) or math.nan for at in whole] or [math.nan])
+        for name in ("tokens", "training_seconds")
+    )
     by_seed = {
         "final loss": [run.loss or 0 for run in done],
         "iterations": [at.iteration for at in found],
         "M tokens": [count / 1e6 for count in tokens],
         "training s": [at.training_seconds for at in found],
         "GPU-hours": [at.gpu_hours for at in found],
-        "of AdamW's tokens": [count / statistics.mean(all_tokens) for count in tokens],
-        "of its time": [at.training_seconds / statistics.mean(all_seconds) for at in found],
+        "of AdamW's tokens": [count / most_tokens for count in tokens],
+        "of its time": [at.training_seconds / most_seconds for at in found],
         "tokens/s": [run.entry.result["tokens_per_sec"]["median"] for run in done if run.entry.result],
     }
     rows = [row for run in done for row in run.record["training_iterations"][1:]]
     milliseconds = [row["optimizer_ms"] for row in rows if row.get("optimizer_ms") is not None]
+    said = [f"seed {run.seed} failed: {run.reason}" for run in own if run.reason]
+    said += [f"ends above the target with seed {', '.join(map(str, never))}"] * bool(never)
+    low = (done[0].entry.facts["low_precision"] if done else None) or {}
+    said += ["fp8 is emulated"] * (not low.get("native", True))
+    waiting = sum(run.loss is None for run in own)
+    said += [f"runs still to be done: {waiting}"] * bool(waiting)
     return {
         **{column: mean_and_deviation(values) for column, values in by_seed.items()},
         "learning rate": own[0].rate if own else None,
-        "target": target,
+        "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
+        "note": "; ".join(said).replace("|", "/"),
+        "target": target if whole else None,
         "losses": {str(run.seed): run.loss for run in done},
-        "never": never(own, target),
+        "never": never,
         "token ratios": by_seed["of AdamW's tokens"],
         "time ratios": by_seed["of its time"],
-        "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
     }
-
-
-def never(own: list[Run], target: float | None) -> list[int | None]:
-    """The seeds with which a variant does not reach the target."""
-    done = [run for run in own if run.entry.result and target is not None]
-    return [run.seed for run in done if run.progress.reached(target or 0.0) is None]
-
-
-def note(own: list[Run], target: float | None) -> str:
-    said = [f"seed {run.seed} failed: {run.reason}" for run in own if run.reason]
-    if seeds := never(own, target):
-        said.append(f"ends above the target with seed {', '.join(map(str, seeds))}")
-    low: dict = next((run.entry.facts["low_precision"] for run in own if run.entry.result), None) or {}
-    said += ["fp8 is emulated"] * (not low.get("native", True))
-    waiting = sum(run.loss is None for run in own)
-    said += [f"runs still to be done: {waiting or 'all'}"] * (waiting > 0 or not own)
-    return "; ".join(said).replace("|", "/")
 
 
 # --- in words ---
