@@ -23,39 +23,35 @@ from training.process.launch import launch_info  # noqa: E402
 from training.records.rows import Logger  # noqa: E402
 
 STEPS = ("check_inputs", "join_ranks", "find_resume", "build_step", "load_resume", "begin_record")
+ASKED: list[int] = []  # signals that ask for an error
 
 
-def main(path: str, argv: list[str]) -> int:
-    asked: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, frame: asked.append(number))
-    me = {"rank": launch_info()[0], "pid": os.getpid()}
+def mark(name: str, at: float, iteration: int = -1) -> None:
+    line = {"mark": name, "time": at, "iter": iteration, "rank": launch_info()[0], "pid": os.getpid()}
+    with open(sys.argv[1], "ab", buffering=0) as file:  # one write, so the ranks' lines do not mix
+        file.write(f"{json.dumps(line)}\n".encode())
 
-    def mark(name: str, at: float, iteration: int = -1) -> None:
-        line = {"mark": name, "time": at, "iter": iteration, **me}
-        with open(path, "ab", buffering=0) as file:  # one write, so the ranks' lines do not mix
-            file.write(f"{json.dumps(line)}\n".encode())
 
-    def marked(owner: Any, name: str) -> None:
-        """Marks the end of each call of owner.name."""
-        real = getattr(owner, name)
+def marked(owner: Any, name: str) -> None:
+    """Marks the end of each call of owner.name."""
+    real = getattr(owner, name)
 
-        def call(*arguments: Any) -> Any:
-            result = real(*arguments)
-            mark(name, time.time(), arguments[1].iteration if name == "write" else -1)
-            if asked and name == "write":
-                raise RuntimeError(f"the error of rank {me['rank']} that the benchmark asked for")
-            return result
+    def call(*arguments: Any) -> Any:
+        result = real(*arguments)
+        mark(name, time.time(), arguments[1].iteration if name == "write" else -1)
+        if ASKED and name == "write":
+            raise RuntimeError(f"the error of rank {launch_info()[0]} that the benchmark asked for")
+        return result
 
-        setattr(owner, name, call)
+    setattr(owner, name, call)
 
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR2, lambda number, frame: ASKED.append(number))
     mark("python", PYTHON_STARTED)
     mark("imports", time.time())
     for step in STEPS:
         marked(train, step)
     for event in ("write", "saved"):  # a row is in the record; a checkpoint is complete
         marked(Logger, event)
-    return train.run(argv)
-
-
-if __name__ == "__main__":
-    leave_now(main(sys.argv[1], sys.argv[2:]))
+    leave_now(train.run(sys.argv[2:]))

@@ -161,7 +161,7 @@ def peaks(entries: list[Entry]) -> list[str]:
 def table_of(columns: dict[str, str], rows: list[dict[str, Any]], text_columns: Sequence[str]) -> list[str]:
     """The lines of a table with columns of {name: format of its numbers, '' for text}. A value may be
     (mean, deviation or None)."""
-    texts = [[cell(row[name], form) for name, form in columns.items()] for row in rows]
+    texts = [[cell(row.get(name), form) for name, form in columns.items()] for row in rows]
     return aligned(list(columns), texts, text_columns, "github")
 
 

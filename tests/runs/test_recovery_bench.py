@@ -42,12 +42,6 @@ def test_a_killed_rank_and_an_error_are_recovered_from_and_the_record_agrees(ben
         assert record["seconds_repeated"] > 0
 
 
-def test_goodput_is_that_of_a_run_which_ends_with_the_same_bits(bench):
-    found = bench("--goodput=0.25", "--every=8")["goodput"]
-    assert found["kills"] and found["same_bits"] and found["seconds_per_kill"] > 0
-    assert 0 < found["goodput_percent"] < 100
-
-
 def test_a_lost_machine_is_another_start(bench):
     found = bench("--fault=machine")["faults"]["machine"]
     assert found["seconds_to_first_iteration"] > found["steps"]["imports"] > 0
