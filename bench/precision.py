@@ -347,7 +347,7 @@ def figures(row: Row, runs: list[Entry], own: dict[str, float], first: dict[str,
         phase, reason = run.about["phase"], run.runs[-1]["reason"]
         said += [f"{phase} failed: {reason}"] * bool(reason)
         said += [f"{phase} ran otherwise: {text}" for text in run.facts.get("fallbacks", [])]
-    return {**found, "note": "; ".join(dict.fromkeys(filter(None, said))).replace("|", "/")}
+    return {**found, "note": "; ".join(dict.fromkeys(filter(None, said)))}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,13 @@ from common.text import aligned
 from training.hardware.description import describe_hardware
 from training.records.startup_info import code_text, git_state
 
+# {column: format of its numbers, '' for text}
+COLUMNS = {"variant": "", "GPUs": "", "MFU %": ".2f", "causal %": ".2f", "of ceiling %": ".1f"}
+COLUMNS |= {"tokens/s (p10 to p90)": "", "per GPU": ",.0f", "x peer": ".2f", "peak GiB": ".1f"}
+COLUMNS |= {"first step s": ".1f", "SM MHz": ".0f", "W": ".0f", "attention": "", "note": ""}
+FIGURES = {"MFU %": "mfu_percent", "causal %": "mfu_causal_percent", "of ceiling %": "ceiling_percent"}
+FIGURES |= {"per GPU": "tokens_per_sec_per_gpu", "x peer": "times_peer", "peak GiB": "max_allocated_gb"}
+FIGURES |= {"first step s": "first_step_s", "SM MHz": "sm_clock_mhz", "W": "power_w"}
 TEXT_COLUMNS = ("variant", "tokens/s (p10 to p90)", "attention", "note")  # the others are aligned right
 LEGEND = (
     "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
@@ -27,47 +34,27 @@ LEGEND = (
 
 def table_lines(entries: list[Entry]) -> list[str]:
     """Rows for the variants, the peers and the ceilings that failed, then one line for each other ceiling."""
-    rows = [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
-    lines = aligned(list(rows[0]), [list(row.values()) for row in rows], TEXT_COLUMNS, "github")
+    rows = [row_of(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
     measured = [(e.name, e.result) for e in entries if e.kind == "roofline" and e.result]
     ceilings = [_ceiling_line(name, result) for name, result in measured]
-    return lines + [""] * bool(ceilings) + ceilings
+    return table_of(COLUMNS, rows, TEXT_COLUMNS) + [""] * bool(ceilings) + ceilings
 
 
-def cells(entry: Entry) -> dict[str, str]:
-    """{column: text} of one row; a figure that does not exist leaves its cell empty."""
-    result = entry.result if entry.kind != "roofline" else None
-    result = result or {}
-
-    def figure(name: str, form: str) -> str:
-        value = result.get(name)
-        if isinstance(value, dict):
-            value = value["median"]
-        return "" if value is None else format(value, form)
-
-    rate = result.get("tokens_per_sec")
-    spread = f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})" if rate else ""
-    device = f"{entry.processes}{' (CPU)' * (entry.device == 'cpu')}"
-    attention = entry.facts.get("attention", "")
+def row_of(entry: Entry) -> dict[str, Any]:
+    """{column: value} of one row; a figure that does not exist is None."""
+    result: dict = (entry.result if entry.kind != "roofline" else None) or {}
+    figures = {column: result.get(name) for column, name in FIGURES.items()}
+    rate, attention = result.get("tokens_per_sec"), entry.facts.get("attention", "")
     if isinstance(attention, dict):
         attention = f"{attention['used']} [{attention['kernel']}]"
-    texts = {
+    return {
         "variant": entry.name,
-        "GPUs": device,
-        "MFU %": figure("mfu_percent", ".2f"),
-        "causal %": figure("mfu_causal_percent", ".2f"),
-        "of ceiling %": figure("ceiling_percent", ".1f"),
-        "tokens/s (p10 to p90)": spread,
-        "per GPU": figure("tokens_per_sec_per_gpu", ",.0f"),
-        "x peer": figure("times_peer", ".2f"),
-        "peak GiB": figure("max_allocated_gb", ".1f"),
-        "first step s": figure("first_step_s", ".1f"),
-        "SM MHz": figure("sm_clock_mhz", ".0f"),
-        "W": figure("power_w", ".0f"),
+        "GPUs": f"{entry.processes}{' (CPU)' * (entry.device == 'cpu')}",
+        "tokens/s (p10 to p90)": rate and "{median:,.0f} ({p10:,.0f} to {p90:,.0f})".format(**rate),
         "attention": attention,
         "note": note(entry),
+        **{name: value["median"] if isinstance(value, dict) else value for name, value in figures.items()},
     }
-    return {column: text.replace("|", "/").replace("\n", " ") for column, text in texts.items()}
 
 
 def note(entry: Entry) -> str:
@@ -167,7 +154,7 @@ def table_of(columns: dict[str, str], rows: list[dict[str, Any]], text_columns: 
 
 def cell(value: Any, form: str) -> str:
     mean, spread = value if isinstance(value, tuple) else (value, None)
-    text = "" if mean is None else format(mean, form)
+    text = "" if mean is None else format(mean, form).replace("|", "/").replace("\n", " ")
     return text if spread is None else f"{text} ± {spread:{form.lstrip('+')}}"
 
 

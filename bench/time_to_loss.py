@@ -386,7 +386,7 @@ def figures(own: list[Run], target: float, whole: list[Reached]) -> dict[str, An
         **{column: mean_and_deviation(values) for column, values in by_seed.items()},
         "learning rate": own[0].rate if own else None,
         "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
-        "note": "; ".join(said).replace("|", "/"),
+        "note": "; ".join(said),
         "target": target if whole else None,
         "losses": {str(run.seed): run.loss for run in done},
         "never": never,
