@@ -7,6 +7,7 @@ keys that do not matter to a peer or a ceiling share one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,18 +81,16 @@ def check_overrides(
 def check_varied(variants: tuple[Variant, ...], overrides: list[str]) -> None:
     """Raises UserError for a flag of a key in which variants of one config differ: it would make them equal,
     under names that say otherwise."""
-    for flag in overrides:
+    for flag, config in itertools.product(overrides, {variant.config for variant in variants}):
         key = flag.removeprefix("--").partition("=")[0]
-        for config in {variant.config for variant in variants}:
-            ours = [variant for variant in variants if variant.config == config]
-            values = {repr(variant.overrides.get(key, "the config's own")) for variant in ours}
-            if len(values) > 1:
-                first = next(v for v in ours if key in v.overrides)
-                raise UserError(
-                    f"{flag} would set {key} in every variant, and they differ in it (variant "
-                    f"{first.name!r} has {first.overrides[key]!r}); leave the flag out, or measure one "
-                    "config with --config"
-                )
+        ours = [variant for variant in variants if variant.config == config]
+        if len({repr(variant.overrides.get(key, "the config's own")) for variant in ours}) > 1:
+            first = next(v for v in ours if key in v.overrides)
+            raise UserError(
+                f"{flag} would set {key} in every variant, and they differ in it (variant "
+                f"{first.name!r} has {first.overrides[key]!r}); leave the flag out, or measure one "
+                "config with --config"
+            )
 
 
 def iteration_flags(iters: int, warmup: int) -> list[str]:
@@ -134,20 +133,22 @@ def make_plan(
         if dataset:
             argv.append(f"--dataset={dataset(config)}")
         beside: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
+        shape = (config.model_config(), config.batch_size, config.dtype, config.device)
         if roofline:
             one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # these two need several processes
             ceiling = Entry("roofline", f"ceiling: {variant.name}", one, 1, **beside)
-            entry.roofline = shared.setdefault(("roofline", *_roofline_key(config)), ceiling).name
+            own = (config.attention_backend, config.low_precision, config.low_precision_scope)
+            entry.roofline = shared.setdefault(("roofline", *shape, *own), ceiling).name
         for program in programs:
             if reason := program.obstacle(config):
                 obstacles[program.name] = reason
                 continue
             peer = Entry("peer", f"{program.name}: {variant.name}", argv, processes, **beside)
             peer.program = ["-m", "bench.peer", f"--peer={program.name}"]
-            key = (program.name, *_peer_key(config), *program.follows(config), processes)
-            if key not in shared:
-                entries.append(peer)
-            entry.peers.append(shared.setdefault(key, peer).name)
+            own = (config.gradient_accumulation_steps, config.compile, processes, *program.follows(config))
+            same = shared.setdefault((program.name, *shape, *own), peer)
+            entry.peers.append(same.name)
+            entries += [peer] * (same is peer)
     trained = {key[0] for key in shared}
     if useless := [name for name in obstacles if name not in trained]:
         raise UserError(f"--peer={useless[0]}: {obstacles[useless[0]]}, so it has nothing to train here")
@@ -156,15 +157,3 @@ def make_plan(
 
 def as_flags(keys: dict[str, object]) -> list[str]:
     return [f"--{key}={value}" for key, value in keys.items()]
-
-
-def _shape(config: TrainConfig) -> tuple:
-    return (config.model_config(), config.batch_size, config.dtype, config.device)
-
-
-def _roofline_key(config: TrainConfig) -> tuple:
-    return (*_shape(config), config.attention_backend, config.low_precision, config.low_precision_scope)
-
-
-def _peer_key(config: TrainConfig) -> tuple:
-    return (*_shape(config), config.gradient_accumulation_steps, config.compile)

@@ -32,8 +32,7 @@ import torch
 from bench import plan
 from bench.plan import Entry
 from bench.process import TIMEOUT_MAX_S, end_with_status
-from bench.results import SERIES, mean_and_deviation
-from bench.runner import claim, kept, run_and_keep, run_folder
+from bench.runner import SERIES, claim, kept, mean_and_deviation, run_and_keep, run_folder
 from bench.suites import Variant
 from bench.table import about_this, heading, open_folder, result_line, save_table, table_of
 from bench.throughput import ITERS_MAX, check_formula, dataset_chooser, seed_numbers

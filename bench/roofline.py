@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -111,8 +112,8 @@ def products(
         a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device).to(first)
         b = torch.randn(columns, inner, dtype=torch.bfloat16, device=device).to(FORWARD).t()
         # fast accumulation is not accurate enough for gradients (ops/float8.py)
-        keys = {"out_dtype": torch.bfloat16, "use_fast_accum": name == "forward"}
-        yield name, lambda a=a, b=b, keys=keys: torch._scaled_mm(a, b, one, one, **keys)
+        multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=name == "forward")
+        yield name, partial(multiply, a, b, one, one)
 
 
 def time_attention(

@@ -1,4 +1,9 @@
-"""Runs one entry of the plan once, and reads the results from its output."""
+"""Runs one entry of the plan once, reads the results from its output, and keeps them for a later call.
+
+Figures of a run are from its rows, the training_iterations of a run record; bench.peer prints rows of the
+same form. The first row is the first iteration, which includes compilation. Of the others only those count
+that begin after the warm-up. A variant's figures are medians, 10th and 90th percentiles of its runs.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,26 @@ import dataclasses
 import itertools
 import shlex
 import shutil
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.plan import Entry
 from bench.process import REASON_LENGTH, from_root, python_command, run_process
-from bench.results import combine, measure
 from common.durable_file import write_json
 from common.file_lock import take_lock
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.run_records import run_records
 from common.text import one_line
+from training.hardware.nvml import FIELDS
+from training.records import percentiles
+from training.records.machine import known, missing_reason
 
 PROGRAMS = {"variant": ["train.py"], "roofline": ["-m", "bench.roofline"]}  # a peer's is in its entry
 LOG, RESULT = "console.log", "result.json"  # in the folder of a run
+RATES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
+SERIES = ("mfu_percent", "mfu_causal_percent", "mfu_fp8_percent", *RATES, *FIELDS)
 
 
 def run_entry(
@@ -140,3 +150,86 @@ def last_json(output: bytes) -> dict:
     if not lines:
         raise ValueError("it printed no JSON")
     return parse_object(lines[-1])
+
+
+# --- figures ---
+
+
+def measure(rows: list[dict], warmup: int) -> dict:
+    """The figures of one run. SERIES are lists with one value for each row that has it; memory is None on a
+    CPU. Raises ValueError if no row counts."""
+    if not rows:
+        raise ValueError("the run has no rows")
+    last_before = [-1] + [row["iter"] for row in rows[:-1]]  # the last iteration before each row
+    steady = [row for row, last in zip(rows, last_before, strict=True) if last >= warmup]
+    if not steady:
+        raise ValueError(f"no row begins after {warmup} iterations of warm-up; use more --iters")
+    memory = [row["memory"] for row in rows if row["memory"]]
+    mfus = [row["mfu"] for row in steady if row["mfu"]]
+    return {
+        "first_step_s": rows[0]["time_ms"] / 1000,
+        "rows": len(steady),
+        "mfu_percent": [mfu["mfu_percent"] for mfu in mfus],
+        "mfu_causal_percent": [mfu["mfu_causal_percent"] for mfu in mfus],
+        # of a run with fp8 matmuls, on a GPU whose fp8 peak is known
+        "mfu_fp8_percent": [mfu["mfu_fp8_percent"] for mfu in mfus if mfu.get("mfu_fp8_percent")],
+        **{name: [row[name] for row in steady] for name in RATES},
+        "mfu_reason": None if mfus else steady[-1]["mfu_reason"],
+        **{name: known(steady, name) for name in FIELDS},
+        "gpu_reason": missing_reason(steady),
+        "max_allocated_gb": max((m["max_allocated_gb"] for m in memory), default=None),
+        "max_reserved_gb": max((m["max_reserved_gb"] for m in memory), default=None),
+        "first_loss": rows[0]["loss"],
+        "final_loss": rows[-1]["loss"],
+    }
+
+
+def combine(runs: list[dict]) -> dict | None:
+    """The figures of one variant from all its repeats: the median of the runs' medians, percentiles over all
+    their rows, the most memory of any run. Runs that failed have no measurement; None if all did."""
+    measurements = [run["measurement"] for run in runs if run["measurement"]]
+    if not measurements:
+        return None
+
+    def known_of(name: str) -> list:
+        return [m[name] for m in measurements if m[name] is not None]
+
+    return {
+        "runs": len(measurements),
+        "rows": sum(known_of("rows")),
+        **{name: spread(known_of(name)) for name in SERIES},
+        "first_step_s": statistics.median(known_of("first_step_s")),
+        **{name: max(known_of(name), default=None) for name in ("max_allocated_gb", "max_reserved_gb")},
+        **{name: next(iter(known_of(name)), None) for name in ("mfu_reason", "gpu_reason")},
+    }
+
+
+def spread(series: list[list[float]]) -> dict | None:
+    """Median of the runs' medians, 10th and 90th percentile of all values; None if there are no values."""
+    found = percentiles.spread([value for values in series for value in values])
+    if found is None:
+        return None
+    return {**found, "median": statistics.median(statistics.median(values) for values in series if values)}
+
+
+def relate(entries: list[Entry]) -> None:
+    """Adds to each result its speed relative to the best of its peers and to its ceiling, both per GPU."""
+    results = {entry.name: entry.result for entry in entries}
+    for entry in entries:
+        result = entry.result
+        if entry.kind == "roofline" or not result:
+            continue
+        rate = result["tokens_per_sec_per_gpu"]["median"]
+        peers = {name: found for name in entry.peers if (found := results.get(name))}
+        rates = {name: found["tokens_per_sec_per_gpu"]["median"] for name, found in peers.items()}
+        best = max(rates, key=lambda name: rates[name], default=None)
+        ceiling = results.get(entry.roofline) if entry.roofline else None
+        result["times_peers"] = {name: rate / of_peer for name, of_peer in rates.items()}
+        result["best_peer"], result["times_peer"] = best, rate / rates[best] if best else None
+        result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
+
+
+def mean_and_deviation(values: list[float]) -> tuple[float, float | None] | None:
+    """Over seeds. None without values."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return (statistics.mean(values), spread) if values else None

@@ -26,8 +26,7 @@ from bench.peer import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset
-from bench.results import relate
-from bench.runner import run_entry
+from bench.runner import relate, run_entry
 from bench.suites import SUITES, Variant
 from bench.table import about_this, document_lines, new_folder, result_line, save_table, table_lines
 from common.arguments import real_number, user_path, whole_number

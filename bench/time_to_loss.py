@@ -33,8 +33,7 @@ import torch
 from bench import plan
 from bench.plan import Entry
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
-from bench.results import mean_and_deviation
-from bench.runner import claim, kept, run_and_keep
+from bench.runner import claim, kept, mean_and_deviation, run_and_keep
 from bench.suites import Variant
 from bench.table import about_this, cell, heading, open_folder, result_line, save_table, table_of
 from bench.throughput import ITERS_MAX, dataset_chooser, names, seed_numbers

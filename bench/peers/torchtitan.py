@@ -132,18 +132,13 @@ def fill_in() -> None:
     vars(torch.distributed).setdefault("set_timeout", _set_pg_timeout)
 
 
-class Batches:
-    """Our batches, in the form that its trainer takes: one micro-batch after another, on the host."""
-
-    def __init__(self, loader: Loader):
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        while True:
-            x, y = self.loader.next()  # (A, B, T)
-            targets = torch.where(y < 0, NOT_COUNTED, y)  # negative: padding of packed documents
-            for i in range(len(x)):
-                yield {"input": x[i].contiguous()}, targets[i].contiguous()
+def batches(loader: Loader) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Ours, in the form that its trainer takes: one micro-batch after another, on the host."""
+    while True:
+        x, y = loader.next()  # (A, B, T)
+        targets = torch.where(y < 0, NOT_COUNTED, y)  # negative: padding of packed documents
+        for i in range(len(x)):
+            yield {"input": x[i].contiguous()}, targets[i].contiguous()
 
 
 class RowLog:
@@ -183,7 +178,7 @@ def job(config: TrainConfig, world: World, loader: Loader) -> Any:
         dump_folder=config.out_dir,
         loss=CrossEntropyLoss.Config(global_vocab_size=config.model_config().vocab_size),
         tokenizer=SimpleNamespace(build=lambda **_: None),  # the batches are tokens already
-        dataloader=SimpleNamespace(build=lambda **_: Batches(loader)),
+        dataloader=SimpleNamespace(build=lambda **_: batches(loader)),
         metrics=SimpleNamespace(build=lambda **parts: metrics(quiet, **parts)),
         optimizer=default_adamw(lr=config.learning_rate, **adamw),
         # our warm-up and its decay; speed does not depend on the rate

@@ -24,9 +24,8 @@ from bench.peers.program import check_parameters
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
-from bench.results import combine, measure
 from bench.roofline import ON_A_CPU
-from bench.runner import stated_peak
+from bench.runner import combine, measure, stated_peak
 from bench.suites import SUITES, Variant
 from bench.table import about_this, note, peaks
 from common.errors import UserError

@@ -11,9 +11,9 @@ from support.helpers import ROOT, TINY, make_dataset, write_config
 import model_builder
 from bench.peers import program, torchtitan
 from bench.peers.program import Rows, check_parameters, report
-from bench.peers.torchtitan import Batches, RowLog, Torchtitan
+from bench.peers.torchtitan import RowLog, Torchtitan
 from bench.plan import make_plan
-from bench.results import measure
+from bench.runner import measure
 from bench.suites import Variant
 from common.errors import UserError
 from training.batches.loader import Loader
@@ -74,7 +74,7 @@ def stand_in(small, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
     monkeypatch.setitem(sys.modules, "torchtitan.trainer", types.SimpleNamespace(Trainer=Trainer))
-    monkeypatch.setattr(torchtitan, "job", lambda config, world, loader: Batches(loader))
+    monkeypatch.setattr(torchtitan, "job", lambda config, world, loader: torchtitan.batches(loader))
     return seen
 
 
