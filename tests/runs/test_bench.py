@@ -232,6 +232,7 @@ def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
     for offset, count in ((0.0, 4), (100.0, 3), (10.0, 4)):
         rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, count + 1))]
         for each in rows:  # a clock in every second row; the first row is not timed
+            each["memory"] = {"max_allocated_gb": 10.0 + offset, "max_reserved_gb": 20.0}
             each["sm_clock_mhz"] = (None, 1500.0 + offset, None, 1502.0 + offset, 1.0)[(each["iter"] + 4) % 5]
         runs.append({"measurement": measure(rows, 0), "reason": None})
     runs.append({"measurement": None, "reason": "failed"})
@@ -240,6 +241,7 @@ def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
     assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 202.0}
     assert (result["mfu_percent"], result["mfu_reason"]) == (None, "no peak")
     assert result["sm_clock_mhz"] == {"median": 1511.0, "p10": 1500.0, "p90": 1600.0}
+    assert (result["max_allocated_gb"], result["max_reserved_gb"]) == (110.0, 20.0)  # of the worst run
     assert (result["power_w"], result["gpu_reason"]) == (None, None)
     assert combine(runs[3:]) is None
 
@@ -289,6 +291,8 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     assert peers[0] == peers[1] and len(set(peers)) == 3
     assert ceilings[0] == ceilings[3] and len(set(ceilings)) == 3
     assert entries[peers[3]].processes == 2 and entries[ceilings[3]].processes == 1
+    fp8 = (variants[0], Variant("fp8", config, {"low_precision": "fp8_tensorwise"}))
+    assert len({entry.roofline for entry in make_plan(fp8, [], None, 0, roofline=True)[2:]}) == 2
     order = [entry.kind for entry in plan]
     assert order == ["roofline"] * 3 + ["variant", "peer", "variant", "variant", "peer", "variant", "peer"]
 

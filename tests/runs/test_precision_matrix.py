@@ -192,6 +192,8 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     again = [*arguments, f"--output={folder}"]
     assert precision.main([*again, "--rows=1,21"]) == 0
     assert started == [] and "6 of 6 runs are finished" in capsys.readouterr().out
+    assert precision.main([*again, "--rows=5", "--phase=speed"]) == 1 and started == ["speed 5"]  # it failed
+    started.clear()
     assert row_of(read_table(folder), "21") == row_of(before, "21")
     # one phase alone still shows what the other has found
     assert precision.main([*again, "--rows=1", "--phase=speed"]) == 0
