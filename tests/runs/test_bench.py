@@ -291,8 +291,10 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     assert peers[0] == peers[1] and len(set(peers)) == 3
     assert ceilings[0] == ceilings[3] and len(set(ceilings)) == 3
     assert entries[peers[3]].processes == 2 and entries[ceilings[3]].processes == 1
-    fp8 = (variants[0], Variant("fp8", config, {"low_precision": "fp8_tensorwise"}))
-    assert len({entry.roofline for entry in make_plan(fp8, [], None, 0, roofline=True)[2:]}) == 2
+    keys = {"device": "cuda", "dtype": "bfloat16"}
+    fp8 = [Variant(one, config, {**keys, "low_precision": one}) for one in ("none", "fp8_tensorwise")]
+    bf16, fp8 = [e for e in make_plan(tuple(fp8), [], None, 1, roofline=True) if e.kind == "variant"]
+    assert bf16.problem is fp8.problem is None and bf16.roofline != fp8.roofline
     order = [entry.kind for entry in plan]
     assert order == ["roofline"] * 3 + ["variant", "peer", "variant", "variant", "peer", "variant", "peer"]
 
