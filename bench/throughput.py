@@ -96,6 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which.add_argument("--suite", choices=SUITES, help="which variants")
     which.add_argument("--config", type=user_path, help="one variant: this config file of train.py")
     add, count = parser.add_argument, whole_number(1, ITERS_MAX)
+    add("--nproc", type=whole_number(1, 1024), default=1, help="processes of a --config, a GPU each (1)")
     only = "of the suite, only this variant, or those with NAME in their name; may be repeated (all)"
     add("--variant", action="append", default=[], metavar="NAME", help=only)
     add("--iters", type=count, default=20, help="timed iterations of a run (20)")
@@ -122,7 +123,7 @@ def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
     if arguments.variant:
         raise UserError("--variant chooses among the variants of a --suite; a --config is one variant")
     path = Path(arguments.config)
-    return path.stem, (Variant(path.stem, from_root(path)),)
+    return path.stem, (Variant(path.stem, from_root(path), processes=arguments.nproc),)
 
 
 def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...]:
