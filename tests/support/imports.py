@@ -23,7 +23,6 @@ ORDER = (
     "tools/profile/*",
     "tools/seal/*",
     "tools/track/*",
-    "tools/tune/*",
     "bench/*",
     "bench/peers/*",
     "generation/*",

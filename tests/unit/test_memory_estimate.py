@@ -3,7 +3,7 @@
 import pytest
 from support.helpers import ROOT
 
-from tools.tune.settings import RECOMPUTATION
+from tools.tune import RECOMPUTATION
 from training.configuration.files_and_flags import load_config
 from training.memory.estimate import estimate_memory, needed_memory, reserved_memory
 
