@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import UserError
-from tools.plan.law import HOFFMANN
-from tools.plan.shapes import shape_of
+from tools.plan import HOFFMANN, parameters
 from training.configuration.batch import is_auto
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import AUTO, ROOT, TrainConfig
@@ -59,11 +58,11 @@ def your_gpu() -> str:
 
 def _row(name: str, count: int) -> list[str]:
     model, config, changed = next(_fitting(name, count))
-    parameters = shape_of(config.model_config()).parameters
+    size = parameters(config.model_config())
     device = CARDS[name].device
     peak = table_peak(device, "bfloat16").tflops
     assert peak is not None, name
-    speed = expected_speed(config, _flops(model), parameters, device, peak, count)
+    speed = expected_speed(config, _flops(model), size, device, peak, count)
     assert speed is not None, name
     measured = " **m**" * speed.source.startswith("measured")
     return [
@@ -74,7 +73,7 @@ def _row(name: str, count: int) -> list[str]:
         f"{speed.mfu_percent:.0f}{measured}",
         f"{speed.tokens_per_sec:,.0f}",
         f"{TOKENS / speed.tokens_per_sec / 3600:,.0f}",
-        f"{HOFFMANN.loss(parameters, TOKENS):.2f}",
+        f"{HOFFMANN.loss(size, TOKENS):.2f}",
     ]
 
 

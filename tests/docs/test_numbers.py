@@ -14,9 +14,7 @@ from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from ops.recipe import REFUSED
-from tools.plan.law import HOFFMANN
-from tools.plan.search import plan, plan_flops
-from tools.plan.shapes import FAMILIES, shape_of
+from tools.plan import FAMILIES, HOFFMANN, plan, plan_flops
 from training.configuration.files_and_flags import load_config
 from training.hardware.capability import CPU, lookup
 from training.hardware.peaks import GPUS, table_peak
@@ -38,15 +36,15 @@ def test_the_page_on_plans_has_what_the_law_and_both_counts_of_flops_give():
     assert len(rows) == 4
     for path, published, *cells in rows:
         model = full(path.split("/")[1]).model_config()
-        shape, tokens = shape_of(model), 1e9 * float(published.removesuffix(" B"))
+        tokens = 1e9 * float(published.removesuffix(" B"))
         counts = v2.count_flops(model, S)
         printed = 1 + counts["attention_to_ffn_ratio"]  # with the score term as v2 prints it; no logits
         stated = 3 * model.n_layer * counts["ffn_flops_per_layer"] * printed * tokens / S
-        made, whole = plan(HOFFMANN, shape, tokens), plan_flops(HOFFMANN, shape, 1.36e21)
+        made, whole = plan(HOFFMANN, model, tokens), plan_flops(HOFFMANN, model, 1.36e21)
         assert cells == [
             f"{made.loss:.3f}",
             f"{stated / 1e21:.3f}e21",
-            f"{made.flops / 1e20:.1f}e20",
+            f"{tokens * made.flops_per_token / 1e20:.1f}e20",
             f"{whole.tokens / 1e9:.1f} B",
             f"{whole.loss:.3f}",
         ]

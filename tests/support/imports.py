@@ -19,7 +19,6 @@ ORDER = (
     "tools/*",
     "tools/evaluate/*",
     "tools/export_hf.py",
-    "tools/plan/*",
     "tools/profile/*",
     "tools/seal/*",
     "tools/track/*",

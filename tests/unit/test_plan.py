@@ -11,10 +11,9 @@ from support.documents import TEXTS, fences
 from support.helpers import ROOT
 
 from common.errors import UserError
-from tools.plan import __main__ as plan_command
-from tools.plan.law import HOFFMANN, Law
-from tools.plan.search import plans_of
-from tools.plan.shapes import FAMILIES, shape_for, shape_of, shapes_of
+from mfu_versions import model_builder_v3 as v3
+from tools import plan as plan_command
+from tools.plan import FAMILIES, HOFFMANN, Law, model_for, models_of, parameters, plan_flops, plans_of
 from training.configuration.files_and_flags import load_config
 from training.memory.gpus import CARDS, card_memory
 from training.memory.micro_batch import choose
@@ -26,7 +25,7 @@ SMALL_FLAGS = ["--arch=qwen3", "--vocab_size=4096", "--block_size=128"]
 
 
 def shipped(name):
-    return shape_of(load_config([str(ROOT / "config" / name)]).model_config())
+    return load_config([str(ROOT / "config" / name)]).model_config()
 
 
 # --- shapes ---
@@ -35,44 +34,44 @@ def shipped(name):
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_rule_of_a_family_gives_its_shipped_shape(arch):
     given = shipped(FAMILIES[arch].shipped)
-    assert shape_for(arch, given.parameters) == given
-    for shape in shapes_of(arch):
-        exact = FAMILIES[arch].d_ff_per_width * shape.model.n_embd
-        assert shape.model.d_ff % 128 == 0 and exact <= shape.model.d_ff < exact + 128
+    assert model_for(arch, parameters(given)) == given
+    for model in models_of(arch):
+        exact = FAMILIES[arch].d_ff_per_width * model.n_embd
+        assert model.d_ff % 128 == 0 and exact <= model.d_ff < exact + 128
 
 
 @pytest.mark.parametrize("size", [2e6, 11e6, 90e6])
 def test_a_shape_has_about_the_wanted_size_and_the_counted_parameters(size):
-    shape = shape_for(SMALL[0], size, *SMALL[1:])
-    assert shape.parameters == pytest.approx(size, rel=0.08)
-    assert shape == shape_of(shape.model)
+    model = model_for(SMALL[0], size, *SMALL[1:])
+    assert parameters(model) == pytest.approx(size, rel=0.08)
+    assert parameters(model) == v3.build_model(model).count_parameters()["total"]
 
 
 # --- what is best ---
 
 
 def test_every_other_shape_at_these_flops_has_a_higher_loss():
-    shapes = shapes_of(*SMALL)
-    best = plans_of(HOFFMANN, shapes, 1e18)[0]
-    losses = {shape: HOFFMANN.loss(shape.parameters, 1e18 / shape.flops_per_token) for shape in shapes}
-    assert min(losses, key=losses.get) == best.shape not in (shapes[0], shapes[-1])
-    assert best.loss == losses[best.shape]
+    models = models_of(*SMALL)
+    best = plans_of(HOFFMANN, models, 1e18)[0]
+    losses = {model: plan_flops(HOFFMANN, model, 1e18).loss for model in models}
+    assert min(losses, key=losses.get) == best.model not in (models[0], models[-1])
+    assert best.loss == losses[best.model] == HOFFMANN.loss(parameters(best.model), best.tokens)
 
 
 def test_an_over_trained_model_is_smaller_and_gives_up_loss(capsys):
-    chain = plans_of(HOFFMANN, shapes_of(*SMALL), 1e20)
+    chain = plans_of(HOFFMANN, models_of(*SMALL), 1e20)
     assert len(chain) == 5
     for larger, smaller in zip(chain, chain[1:], strict=False):
-        assert smaller.shape.parameters < larger.shape.parameters and smaller.tokens > larger.tokens
+        assert parameters(smaller.model) < parameters(larger.model) and smaller.tokens > larger.tokens
         assert smaller.loss > larger.loss
-        assert smaller.flops == pytest.approx(1e20)
-    shares = [f"{100 * each.shape.parameters / chain[0].shape.parameters:.0f}" for each in chain]
+        assert smaller.tokens * smaller.flops_per_token == pytest.approx(1e20)
+    shares = [f"{100 * parameters(each.model) / parameters(chain[0].model):.0f}" for each in chain]
     assert re.findall(r"(\d+) %", printed(capsys, "--flops=1e20", *SMALL_FLAGS)) == shares
 
 
 def test_1_36e21_flops_of_v3_buy_the_shipped_qwen3_as_the_compute_optimal_one():
-    best = plans_of(HOFFMANN, shapes_of("qwen3"), BUDGET)[0]
-    assert (best.shape.parameters, f"{best.tokens / 1e9:.1f}") == (1_830_395_904, "131.7")
+    best = plans_of(HOFFMANN, models_of("qwen3"), BUDGET)[0]
+    assert (parameters(best.model), f"{best.tokens / 1e9:.1f}") == (1_830_395_904, "131.7")
 
 
 # --- the command ---
@@ -109,10 +108,7 @@ def test_hours_of_a_machine_are_the_flops_of_its_gpus_at_this_mfu(capsys):
         (1, "python"),
         (3, "torchrun --standalone --nproc_per_node=3"),
         (8, "torchrun --standalone --nproc_per_node=8"),
-        (
-            16,
-            f"torchrun --nnodes=2 {JOIN} --nproc_per_node=8",
-        ),
+        (16, f"torchrun --nnodes=2 {JOIN} --nproc_per_node=8"),
     ],
 )
 def test_the_printed_command_trains_on_the_gpus_of_the_plan(capsys, gpus, launcher, monkeypatch):
@@ -154,7 +150,7 @@ def test_the_printed_command_trains_what_was_planned(run, capsys, tmp_path, monk
     monkeypatch.chdir(ROOT)
     flags += ["--dataset=quickstart", f"--out_dir={tmp_path / 'out'}"]
     config = load_config(flags)
-    assert config.model_config() == shape_for(SMALL[0], 1e7, *SMALL[1:]).model
+    assert config.model_config() == model_for(SMALL[0], 1e7, *SMALL[1:])
     assert config.max_iters * config.tokens_per_iter == pytest.approx(2e7, rel=0.01)
     assert config.tokens_per_iter == 64 * 128
     assert config.lr_decay_iters == config.max_iters >= 2000
@@ -165,9 +161,12 @@ def test_the_printed_command_trains_what_was_planned(run, capsys, tmp_path, monk
 
 def test_own_constants_make_the_prediction(capsys):
     text = printed(capsys, "--law=1,300,500,0.3,0.32", *SMALL_FLAGS, "--size=1e7", "--tokens=2e8")
-    shape = shape_for(SMALL[0], 1e7, *SMALL[1:])
-    loss = 1 + 300 / shape.parameters**0.3 + 500 / 2e8**0.32
+    size = parameters(model_for(SMALL[0], 1e7, *SMALL[1:]))
+    loss = 1 + 300 / size**0.3 + 500 / 2e8**0.32
     assert f"predicted loss: {loss:.3f}\n" in text and "MassiveText" not in text
+    constants = "1.8172,482.01,2085.43,0.3478,0.3658"
+    both = [printed(capsys, f"--law={law}", "--flops=1e20", *SMALL_FLAGS) for law in ("besiroglu", constants)]
+    assert both[0] == both[1] and "Besiroglu et al. 2024" in both[0] and "MassiveText" in both[0]
 
 
 def test_the_script_on_the_page_finds_the_law_behind_nine_runs(capsys, tmp_path, monkeypatch):
