@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedWriter
 from pathlib import Path
 
@@ -20,10 +20,20 @@ def create(path: Path) -> BufferedWriter:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces the file in one step: a reader sees the old content or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    _replace(path, [content], f"{path.name}.tmp{os.getpid()}")
+
+
+def replace_file(path: Path, parts: Iterable[bytes], temporary: str) -> None:
+    """As write_bytes, by way of a file of this name; the new name is also on disk when this returns."""
+    _replace(path, parts, temporary)
+    sync_folder(path.parent)
+
+
+def _replace(path: Path, parts: Iterable[bytes], temporary_name: str) -> None:
+    temporary = path.with_name(temporary_name)
     try:
         with create(temporary) as file:
-            file.write(content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

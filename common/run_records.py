@@ -1,8 +1,29 @@
-"""Finds the run records in an out_dir."""
+"""Finds and reads run records.
+
+While a run goes on, it writes a journal, run_X.jsonl. A line is {section: entry}, or an object of other
+fields, of which the last value counts, or {"resumed_at": n}: what is there of iteration n and later was done
+again. run_X.json is rendered from it now and then, and at the end, when the journal is removed. Whoever wants
+every row of a run that goes on, or was killed, renders the journal here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+from common.json_file import open_regular, parse_object, read_json
+
+SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
+# sections in which iteration n comes before update n, and so belongs to a checkpoint of n
+BEFORE_THE_UPDATE = ("eval_steps", "checkpoints")
+ENTRY = re.compile(rb'\{"(%s)": (\{"iter": (\d+), .*\})\}\n' % "|".join(SECTIONS).encode())
+JOURNAL = ".jsonl"  # ends the name of a record's journal
+MAX_BYTES = 64 << 30  # of a record: far above any
 
 
 def run_records(out_dir: Path) -> list[Path]:
@@ -13,3 +34,71 @@ def run_records(out_dir: Path) -> list[Path]:
 def is_old_seal(path: Path) -> bool:
     """Whether this is a seal of the earlier name, run_*.seal.json, beside the record that it seals."""
     return path.name.endswith(".seal.json")
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """The record at this path, with all that its run wrote. Raises OSError or ValueError."""
+    # the journal first: a run that ends meanwhile completes the JSON, then removes it
+    journal = list(_journal(path.with_suffix(JOURNAL)))
+    record = read_json(path, MAX_BYTES)
+    if not journal or record.get("end_time") is not None:
+        return record
+    try:
+        if journal[0].startswith(b'{"run_name": '):
+            return json.loads(b"".join(render(journal)))
+        known = record.get("journal_lines", 0)
+        for line in map(parse_object, journal):  # an earlier version numbered them, the JSON has the first
+            number, section, entry = map(line.get, ("line", "section", "entry"))
+            if type(number) is int and number >= known and section in SECTIONS and isinstance(entry, dict):
+                record.setdefault(section, []).append(entry)
+    except (AttributeError, TypeError):
+        raise ValueError("it is not what a run writes") from None
+    return record
+
+
+def _journal(path: Path) -> Iterator[bytes]:
+    """Its complete lines. A kill or a full disk may have cut off the last one."""
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:  # there may be none
+        for line in file:
+            with contextlib.suppress(ValueError):
+                if parse_object(line):
+                    yield line
+
+
+def render(journal: Iterable[bytes]) -> Iterator[bytes]:
+    """The text of the JSON. Each entry has a line of its own and is not parsed, so that this is quick."""
+    record: dict[str, Any] = {}
+    found: dict[str, list[tuple[int, bytes]]] = {section: [] for section in SECTIONS}
+    again: dict[str, list[bytes]] = {}  # entries of what was done again
+    for line in journal:
+        if entry := ENTRY.fullmatch(line):
+            found[entry[1].decode()].append((int(entry[3]), entry[2]))
+            continue
+        record |= json.loads(line)
+        if (start := record.pop("resumed_at", None)) is not None:
+            for section, entries in found.items():
+                end = start + (section in BEFORE_THE_UPDATE)
+                found[section] = [entry for entry in entries if entry[0] < end]
+                if lost := [text for iteration, text in entries if iteration >= end]:
+                    again.setdefault(section, []).extend(lost)
+    lists = {section: [text for _, text in entries] for section, entries in found.items()}
+    record |= lists | {"superseded": again, "summary": record.pop("summary", None)}
+    for number, (name, value) in enumerate(record.items()):
+        yield b'%s\n "%s": ' % (b"," if number else b"{", name.encode())
+        if name in SECTIONS:
+            yield b"[\n  %s\n ]" % b",\n  ".join(value) if value else b"[]"
+        elif name == "superseded":
+            listed = (b'"%s": [%s]' % (section.encode(), b", ".join(value[section])) for section in value)
+            yield b"{%s}" % b", ".join(listed)
+        else:
+            yield json.dumps(value, indent=1).replace("\n", "\n ").encode()
+    yield b"\n}\n"
+
+
+def plain(value: Any) -> Any:
+    """The same content as JSON that every reader takes: NaN and infinity, which JSON lacks, are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -20,8 +20,7 @@ import numpy as np
 from common import units
 from common.arguments import matching_files
 from common.errors import UserError
-from common.json_file import read_json
-from common.run_records import is_old_seal
+from common.run_records import is_old_seal, load_record
 from common.text import one_line
 from common.time_to_loss import Progress
 from plots.record_values import as_dict, as_float, dicts
@@ -191,7 +190,7 @@ def expand_globs(patterns: list[str]) -> list[Path]:
 def load_run(path: Path) -> Run:
     """Reads one run record, or that within a seal; UserError names the file when it is neither."""
     try:
-        record = read_json(path)
+        record = load_record(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name run records") from None
     except ValueError as error:

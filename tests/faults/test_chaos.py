@@ -2,7 +2,6 @@
 deletions alike, and each time started again by the same command. It ends as if nothing had happened."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -16,6 +15,8 @@ import pytest
 import torch
 from support.faults import digest, prepare, processes_of, saved_steps, wait_for_end
 from support.helpers import HANG_S, last_run, start_train
+
+from common.run_records import load_record
 
 pytestmark = pytest.mark.kill
 
@@ -71,14 +72,10 @@ def remains(out: Path) -> set[str]:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """Of each iteration, from the newest record and its journal."""
+    """Of each iteration, from all records and their journals, the newest last."""
     found = {}
     for path in sorted(out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns):
-        found |= {row["iter"]: row["loss"] for row in json.loads(path.read_text())["training_iterations"]}
-    for path in out.glob("run_*.jsonl"):
-        entries = map(json.loads, filter(None, path.read_text().split("\n")[:-1]))
-        rows = [entry["entry"] for entry in entries if entry["section"] == "training_iterations"]
-        found |= {row["iter"]: row["loss"] for row in rows}
+        found |= {row["iter"]: row["loss"] for row in load_record(path)["training_iterations"]}
     return found
 
 

@@ -26,6 +26,7 @@ from training.batches.document_starts import EndOfText
 from training.batches.packing import pack_documents
 from training.checkpoints.tensor_files import Part, write_parts
 from training.configuration.keys import TrainConfig
+from training.records.attempts import read_record
 from training.records.run_record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -194,7 +195,7 @@ def test_all_of_a_tensor_file_is_on_disk_when_it_is_written(disk, size):
 # --- the run record ---
 
 
-def test_a_run_record_is_on_disk_before_its_journal_is_emptied(disk):
+def test_a_run_record_is_on_disk_before_its_journal_is_removed(disk):
     path = disk.root / "run_1.json"
     record = RunRecord(path, TrainConfig().to_dict(), {}, enabled=True)
     for iteration in range(3):
@@ -202,13 +203,20 @@ def test_a_run_record_is_on_disk_before_its_journal_is_emptied(disk):
         record.save(at_once=True)
         assert "run_1.json" in disk.durable()
         assert json.loads(path.read_text())["events"][-1]["iter"] == iteration
-    emptied = []
-    clear = record.journal.clear
-    record.journal.clear = lambda remove: (emptied.append(disk.durable()), clear(remove))
     record.finish("completed", {})
     disk.end()
-    assert len(emptied) == 1 and "run_1.json" in emptied[0]
+    (removed,) = [event for event in disk.events if event.path == "run_1.jsonl" and event.kind == "delete"]
+    assert "run_1.json" in removed.before
     assert json.loads(path.read_text())["status"] == "completed"
+
+
+def test_what_earlier_attempts_recorded_is_on_disk_before_an_attempt_adds_its_own(disk):
+    first = RunRecord(disk.root / "run_1.json", {}, {}, enabled=True)
+    first.add_event(0, "test")
+    first.finish("failed", {})
+    second = RunRecord(disk.root / "run_2.json", {}, {}, True, read_record(first.path), 1)
+    second.save()
+    assert {"run_2.json", "run_2.jsonl"} <= disk.durable()
 
 
 # --- datasets ---

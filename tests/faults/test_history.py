@@ -16,12 +16,20 @@ import pytest
 from support.helpers import last_run
 
 from common.errors import RunError
+from common.run_records import load_record
 from training.process.console import start_logging
 from training.records import run_record as record_module
-from training.records.attempts import find_history, journal_path
+from training.records.attempts import find_history
 from training.records.run_record import RunRecord
 
 pytestmark = pytest.mark.history
+
+
+NAME = "run_20250101_000000"
+
+
+def journal_of(content: RunRecord) -> Path:
+    return content.path.with_suffix(".jsonl")
 
 
 def row(iteration: int, **more) -> dict:
@@ -74,22 +82,47 @@ def test_rows_that_the_json_does_not_have_yet_are_in_the_journal_and_a_cut_line_
     add_rows(content, 0, 2)
     content.save()
     assert read(content.path)["training_iterations"] == [] and rows_found(content) == [0, 1]
-    with open(journal_path(content.path), "ab") as journal:
-        journal.write(b'\n{"line": 4, "section": "training_iter')
+    assert load_record(content.path) == content.content, "what plots read of a run that goes on"
+    with open(journal_of(content), "ab") as journal:
+        journal.write(b'{"training_iterations": {"iter": 2, "mfu": {"mfu": 0.5}')
+    assert rows_found(content) == [0, 1]
     add_rows(content, 2, 3)
     assert rows_found(content) == [0, 1, 2]
 
 
-def test_kill_between_the_rewrite_and_the_clearing_of_the_journal_counts_nothing_twice(attempt):
+def test_kill_between_the_last_rendering_and_the_removal_of_the_journal_counts_nothing_twice(attempt):
     content = attempt(1)
     add_rows(content, 0, 3)
-    lines = journal_path(content.path).read_bytes()
-    content.save(at_once=True)
-    assert journal_path(content.path).read_bytes() == b""
-    journal_path(content.path).write_bytes(lines)
-    assert rows_found(content) == [0, 1, 2]
+    lines = journal_of(content).read_bytes()
     content.finish("completed", {})
-    assert not journal_path(content.path).exists() and rows_found(content) == [0, 1, 2]
+    assert not journal_of(content).exists()
+    journal_of(content).write_bytes(lines)
+    assert rows_found(content) == [0, 1, 2] and load_record(content.path)["status"] == "completed"
+
+
+def test_an_attempt_s_journal_has_all_of_the_attempts_before_at_once(attempt):
+    """Whoever removes the other files loses nothing."""
+    first = attempt(1)
+    add_rows(first, 0, 8)
+    for number, start in ((2, 6), (3, 4)):
+        content = attempt(number, first.path.stem, start=start)
+        content.add_event(start, "test")
+    for path in first.path.parent.glob("run_*1.*"):
+        path.unlink()
+    found = load_record(content.path)
+    assert iterations(found["training_iterations"]) == list(range(4)) and iterations(found["events"]) == [4]
+    lost = {section: iterations(entries) for section, entries in found["superseded"].items()}
+    assert lost == {"training_iterations": [6, 7, 4, 5], "training_progress": [6, 7, 4, 5], "events": [6]}
+    assert [each["status"] for each in found["attempts"]] == ["killed", "killed", "running"]
+
+
+def test_a_journal_of_an_earlier_version_has_what_its_json_lacks(tmp_path):
+    old = {"run_name": NAME, "status": "running", "startup_info": {}, "journal_lines": 1}
+    (tmp_path / f"{NAME}.json").write_text(json.dumps({**old, "training_iterations": [row(0)]}))
+    lines = [{"line": i, "section": "training_iterations", "entry": row(i, attempt=1)} for i in range(3)]
+    text = "".join(f"\n{json.dumps(line)}" for line in lines)
+    (tmp_path / f"{NAME}.jsonl").write_text(text + '\n{"line": 3, "sect')
+    assert iterations(find_history(tmp_path, NAME, None)["training_iterations"]) == [0, 1, 2]
 
 
 # --- carried on ---
@@ -120,7 +153,6 @@ def test_overlap_is_superseded_and_what_the_checkpoint_holds_is_kept(attempt, tm
         (first.path.stem, "killed", 0),
         (second.path.stem, "completed", 3),
     ]
-    assert iterations(second.own_rows) == [3, 4]
 
 
 def test_attempt_that_died_before_its_first_checkpoint_is_not_forgotten(attempt):
@@ -201,16 +233,16 @@ def test_resumed_training_has_the_whole_run_in_its_record(run, config, out):
 
 
 def test_rewriting_the_json_takes_one_percent_of_the_time_however_often_it_is_asked_for(attempt, monkeypatch):
-    content, rewrites, replace = attempt(1), [], record_module._replace
+    content, rewrites, replace = attempt(1), [], record_module.replace_file
     clock = SimpleNamespace(now=0.0, sleep=lambda seconds: None)
     clock.monotonic = lambda: clock.now
 
-    def slowly(path, text):
+    def slowly(path, text, temporary):
         rewrites.append(clock.now)
         clock.now += 1  # seconds
-        replace(path, text)
+        replace(path, text, temporary)
 
-    monkeypatch.setattr(record_module, "_replace", slowly)
+    monkeypatch.setattr(record_module, "replace_file", slowly)
     monkeypatch.setattr(record_module, "time", clock)
     content.save_not_before = 0.0
     while clock.now < 250:
@@ -262,17 +294,40 @@ def test_console_that_takes_nothing_more_does_not_end_the_run(tmp_path, monkeypa
     assert capfd.readouterr().err.count("could not write to the console") == 1
 
 
+def filled(content: RunRecord) -> None:
+    """From here on, the journal takes half of each line."""
+    file = content.journal
+    methods = {name: getattr(file, name) for name in ("fileno", "truncate")}
+    content.journal = SimpleNamespace(**methods, write=lambda line: file.write(line[: len(line) // 2]))
+    content.filled = file
+
+
 def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, monkeypatch, caplog):
     content = attempt(1)
     with monkeypatch.context() as patch:
-        patch.setattr(record_module, "_replace", full_disk)
-        patch.setattr(content.journal, "append", full_disk)
+        patch.setattr(record_module, "replace_file", full_disk)
+        filled(content)
         for iteration in range(5):
             content.add_iteration(row(iteration))
             content.save(at_once=True)
+            assert rows_found(content) == []
     assert len(caplog.records) == 1 and "it is tried again" in caplog.text
+    content.journal = content.filled
+    content.add_iteration(row(5))
+    assert rows_found(content) == list(range(6))
     content.save(at_once=True)
-    assert iterations(read(content.path)["training_iterations"]) == list(range(5))
+    assert iterations(read(content.path)["training_iterations"]) == list(range(6))
+
+
+def test_a_disk_that_is_full_at_the_start_takes_everything_later(attempt, tmp_path, monkeypatch, caplog):
+    add_rows(first := attempt(1), 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(record_module, "replace_file", full_disk)
+        content = attempt(2, first.path.stem, start=3)
+        add_rows(content, 3, 5)
+    assert len(caplog.records) == 1 and not journal_of(content).exists()
+    content.save(at_once=True)
+    assert rows_found(content) == iterations(read(content.path)["training_iterations"]) == list(range(5))
 
 
 @pytest.mark.parametrize("failures", [1, 100])
@@ -283,13 +338,13 @@ def test_a_record_that_cannot_be_renamed_is_tried_again_and_then_a_failure(
     replace, left = os.replace, []
 
     def fails(source, target):
-        if Path(target).name.startswith("run_") and json.loads(Path(source).read_text())["end_time"]:
+        if Path(target).match("run_*.json") and json.loads(Path(source).read_text())["end_time"]:
             left.append(target)
             if len(left) <= failures:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
         replace(source, target)
 
-    monkeypatch.setattr(record_module.os, "replace", fails)
+    monkeypatch.setattr(os, "replace", fails)
     assert run(config, "--log_save_interval=1000") == (failures > 1)
     (path,) = out.glob("run_*.json")
     assert iterations(find_history(out, path.stem, None)["training_iterations"]) == list(range(4))
@@ -300,12 +355,11 @@ def test_a_record_that_cannot_be_renamed_is_tried_again_and_then_a_failure(
 def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(attempt, monkeypatch):
     content = attempt(0)
     content.add_iteration(row(2))
-    content.journal.file.close()
-    content.journal.file = SimpleNamespace(write=lambda line: len(line) // 2)  # what still fits
-    monkeypatch.setattr(record_module, "_replace", full_disk)
+    filled(content)
+    monkeypatch.setattr(record_module, "replace_file", full_disk)
     monkeypatch.setattr(record_module, "FINAL_PAUSES_S", (0.0,))
     content.add_iteration(row(3))
-    lost = "2 rows and events are lost, as run_.*jsonl could not be written either"
+    lost = "3 lines are lost, as run_.*jsonl could not be written either"  # with what ended it
     with pytest.raises(RunError, match=lost):
         content.finish("completed", {})
 
@@ -318,7 +372,7 @@ def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
     for i in (0, 10, 20, 30):  # log_interval=10
         first.add_iteration(row(i))
     second = attempt(2, first.path.stem, start=15)
-    found = second.content["attempts"][1]["recovery"]
+    found = second.this_attempt["recovery"]
     assert (found["iterations_repeated"], found["seconds_to_first_row"]) == (16, None)
     assert found["seconds_repeated"] == pytest.approx(16 * 0.005)
     assert found["last_row_time"] == first.content["training_iterations"][-1]["time"]
@@ -334,11 +388,12 @@ def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
 def test_a_time_that_no_run_writes_ends_nothing(attempt, key, value):
     first = attempt(1)
     first.add_iteration(row(0))
-    entries = first.content["training_iterations"]
-    entries.lines[0] = json.dumps({**entries[0], key: value}).encode()
-    first.save(at_once=True)
+    first.finish("failed", {})
+    content = read(first.path)
+    content["training_iterations"][0][key] = value
+    first.path.write_text(json.dumps(content))
     second = attempt(2, first.path.stem, start=0)
     second.add_iteration(row(0))
-    found = second.content["attempts"][1]["recovery"]
+    found = second.this_attempt["recovery"]
     assert found["iterations_repeated"] == 1
     assert found["seconds_to_first_row"] is None if key == "time" else 0 <= found["seconds_repeated"] < 1

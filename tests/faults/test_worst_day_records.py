@@ -21,7 +21,6 @@ UNUSABLE = {
     "superseded": [{"events": [7]}, []],
     "attempts": [[7], [{"run_name": ["run_1"]}], [{"run_name": "a\0b"}], "run_1"],
     "startup_info": [[], ...],
-    "journal_lines": ["0"],
 }
 NO_RECORDS = ["", "[]", "{", "[" * 100_000]
 
@@ -50,7 +49,7 @@ def test_a_journal_of_other_things_is_left_out(tmp_path):
     entry = {"iter": 0, "attempt": 1}
     line = {"line": 0, "section": "events", "entry": entry}
     wrong = [{"entry": 7}, {"section": []}, {"line": None}, {"entry": {**entry, "x": json.loads(DEEP)}}, {}]
-    lines = ["7", "[" * 100_000, *(json.dumps({**line, **fields}) for fields in wrong)]
+    lines = ["7", "[" * 100_000, "{}", *(json.dumps({**line, **fields}) for fields in wrong)]
     (tmp_path / "run_1.jsonl").write_text("\n".join(lines))
     assert continue_run(tmp_path, expected_attempt=2)["events"] == [entry]
 

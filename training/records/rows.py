@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from common.arguments import target_losses
-from common.time_to_loss import describe_targets, evaluations, targets_reached
+from common.time_to_loss import describe_targets, targets_reached
 from training.checkpoints.saver import Save
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
@@ -75,7 +75,8 @@ class Logger:
         self.logged = self.start  # first one in no log row yet
         self.best_val_loss = progress.best_val_loss
         self.monitor = monitor or GpuMonitor([])
-        self.summary: dict[str, Any] = {}  # of the record, once the run is over
+        self.content: dict[str, Any] = {}  # of the record, once the run is over, and its summary
+        self.summary: dict[str, Any] = {}
         # of StepResult, summed since the last log row
         self.attended, self.targets = (torch.zeros((), device=world.device) for _ in range(2))
         self.saved_at = self.start  # iteration of the last JSON rewrite
@@ -236,7 +237,7 @@ class Logger:
         for name, source in losses.get("sources", {}).items():
             log.info(f"     {name} │ Train loss: {source['train']:.4f} │ Val loss: {source['val']:.4f}")
         if self.record is not None:
-            best = min((step.loss for step in evaluations(self.record.content)), default=math.inf)
+            best = math.inf if self.best_val_loss is None else self.best_val_loss
             self.record.add_evaluation(iteration, losses, learning_rate)
             targets = target_losses(self.config.loss_targets)
             new = [loss for loss in targets if losses["val"] <= loss < best]
@@ -247,7 +248,7 @@ class Logger:
     def _say_reached(self, targets: list[float], iteration: int, content: dict[str, Any]) -> None:
         """A line for each of these loss_targets, which this evaluation is the first to reach. Within its
         pause."""
-        rows = list(content["training_iterations"])
+        rows = content["training_iterations"]
         if iteration > self.logged or not rows:  # what the next row will say of these iterations
             row = {"iter": iteration - 1, "attempt": content["attempt"], "tokens_per_sec": self.world.size}
             row |= {"time_ms": 1000 * self.clock.since_lap() / max(iteration - self.logged, 1)}
@@ -273,16 +274,18 @@ class Logger:
         communication."""
         if self.record is None:
             return
-        rows = self.record.content["training_iterations"]
+        self.content = self.record.content
+        rows, attempt = self.content["training_iterations"], self.record.attempt
         self.summary = {
             "final_iter": rows[-1]["iter"] if rows else None,
             "final_loss": rows[-1].get("loss") if rows else None,
             "best_val_loss": self.best_val_loss,
             "warmup_iters_left_out": UNMEASURED_ITERS,
-            **summarize(self.record.own_rows),
+            # earlier attempts may have had other hardware
+            **summarize([row for row in rows if row["attempt"] == attempt]),
         }
         if self.config.loss_targets and not self.config.eval_only:
-            self.summary["loss_targets"] = describe_targets(self.record.content)
+            self.summary["loss_targets"] = describe_targets(self.content)
         try:
             self.record.finish(status, self.summary)  # before all other output, which may fail or block
         finally:

@@ -1,29 +1,32 @@
-"""Writes the run record: one JSON file per run, written by rank 0. It cannot end a run: a full disk gives one
-warning, and what could not be written is written when there is space again.
+"""Writes the run record, on rank 0. It cannot end a run: a full disk gives one warning, and what could not be
+written is written when there is space again.
 
-The JSON is replaced atomically, so it can be parsed at every moment, also after kill -9. To rewrite many rows
-takes long, so a rewrite waits for one percent more rows, and gets at most one percent of the time: a row
-costs the same in a long run. What was added since is in a journal beside it, one line per entry;
-training/records/attempts.py reads the journal if the run does not end in order.
+Each entry is at once a line of the journal (common/run_records.py), so that kill -9 loses none. The journal
+begins with what earlier attempts recorded. The JSON is rendered from it and replaced as a whole, so it can be
+parsed at every moment. To render many rows takes long, so it waits for one percent more entries, and gets at
+most one percent of the time: a row costs the same in a long run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from io import RawIOBase
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from common.durable_file import create, sync_folder
+from common.durable_file import replace_file
 from common.errors import RunError
+from common.run_records import JOURNAL, plain, render
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import tracker_names
 from training.process.console import start_logging
@@ -31,12 +34,13 @@ from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, from_rank_0
-from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain, recovery
+from training.records.attempts import attempts_of, carried_over, find_history, recovery
 from training.records.follower import Follower
 
-SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
-GROWTH = 1.01  # of its entries, until the next rewrite: all rewrites write 101 times as much as the last one
+SAVING_SHARE = 0.01  # of the run's time, for rendering the JSON
+GROWTH = 1.01  # of its entries, until the next time: all times together write 101 times as much as the last
 ENCODER = json.JSONEncoder(allow_nan=False)
+TEMPORARY = "record.tmp"  # one name, so that what kills leave does not pile up
 FINAL_PAUSES_S = 0.0, 0.5  # before each attempt to complete it
 
 log = logging.getLogger("nanomfu")
@@ -49,7 +53,7 @@ def new_record_path(config: TrainConfig) -> Path:
     name = f"{kind}_{datetime.now():%Y%m%d_%H%M%S}"
     paths = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
     # lexists: a link that leads nowhere would be written through
-    files = {path: (path, path.with_suffix(".log"), journal_path(path)) for path in paths}
+    files = {path: (path, path.with_suffix(".log"), path.with_suffix(JOURNAL)) for path in paths}
     return next(path for path in paths if not any(map(os.path.lexists, files[path])))
 
 
@@ -78,10 +82,10 @@ class RunRecord:
         """`history` is the record of the previous attempt (training/records/attempts.py), which this one
         continues from iteration `start`. `startup_info` may still be filled in during the run. Once
         `run_lock` is lost, nothing is written: the folder of this name may be another run's."""
-        self.path = path
+        self.path, self.enabled = path, enabled
         self.run_lock = run_lock or RunLock(path.parent)
-        earlier = carry_over(history, start)
-        self.attempt = len(earlier["attempts"]) + 1
+        earlier = attempts_of(history) if history else []
+        self.attempt = len(earlier) + 1
         self.this_attempt = {
             "attempt": self.attempt,
             "run_name": path.stem,
@@ -93,30 +97,31 @@ class RunRecord:
             "restarts": (startup_info.get("launch") or {}).get("restarts", 0),
             "recovery": recovery(history, start) if history else None,
         }
-        self.content = {
+        self.fields: dict[str, Any] = {
             **{name: self.this_attempt[name] for name in ("run_name", "start_time", "end_time", "status")},
             "attempt": self.attempt,
-            "attempts": [*earlier["attempts"], self.this_attempt],
+            "attempts": [*earlier, self.this_attempt],
             "config": config,
             "startup_info": startup_info,
-            **{section: Entries(earlier[section]) for section in SECTIONS},
-            "superseded": earlier["superseded"],
             "summary": None,
-            "journal_lines": 0,  # those that are in this file already
         }
-        self.journal = Journal(journal_path(path)) if enabled else None
+        self.journal: FileIO | None = None
+        self.journal_bytes = 0
+        self.noted = self._fields()
+        self.pending = deque([self.noted])  # lines that the journal lacks: all, before it is begun
+        if history:
+            self.pending.extend(map(to_line, carried_over(history, start)))
         self.follower: Follower | None = None  # sends this record to trackers
-        self.carried = len(earlier["training_iterations"])
         self.newest = start  # the highest iteration of an entry
-        self.saved = 0  # entries in the JSON
+        self.count, self.saved = len(self.pending) - 1, 0  # entries: all, those in the JSON
         self.save_not_before = 0.0
         self.warned = False
         self.lock = threading.Lock()  # the watchdog's thread may complete the record
 
     @property
-    def own_rows(self) -> list[dict]:
-        """The log rows of this attempt: earlier attempts may have had other hardware."""
-        return [json.loads(line) for line in self.content["training_iterations"].lines[self.carried :]]
+    def content(self) -> dict[str, Any]:
+        """All of it, as a reader of the JSON would find it."""
+        return json.loads(b"".join(render(self._lines())))
 
     def add_iteration(self, row: dict) -> None:
         mfu, memory, row = row["mfu"], row["memory"], {**row, "time": _now("milliseconds")}
@@ -155,15 +160,13 @@ class RunRecord:
     def _add(self, section: str, entry: dict) -> None:
         late = {"noted_at_iter": self.newest} if entry["iter"] < self.newest else {}
         self.newest = max(self.newest, entry["iter"])
-        line = to_line(plain(redact_all({**entry, "attempt": self.attempt, **late})))
-        self.content[section].lines.append(line)
-        if self.journal and not self.run_lock.is_lost():
-            with self._surviving(self.journal.path):
-                self.journal.append(section, line)
+        self.pending.append(to_line({section: redact_all({**entry, "attempt": self.attempt, **late})}))
+        self.count += 1
+        self._write(self._extend_journal)
 
     def finish(self, status: str, summary: dict) -> None:
         end = {"status": status, "end_time": _now()}
-        self.content.update(**end, summary=summary)
+        self.fields.update(**end, summary=summary)
         self.this_attempt.update(end)
         for pause in FINAL_PAUSES_S:
             time.sleep(pause)
@@ -171,39 +174,75 @@ class RunRecord:
             self.save(at_once=True)
             if not self.warned:
                 return
-        name = journal_path(self.path).name
+        name = self.path.with_suffix(JOURNAL).name
         lacks = f"the rows that it lacks are in {name} beside it, and a resume puts them into its own record"
-        if self.journal and self.journal.lost:
-            lacks = f"{self.journal.lost:,} rows and events are lost, as {name} could not be written either"
+        if self.pending:
+            lacks = f"{len(self.pending):,} lines are lost, as {name} could not be written either"
         raise RunError(f"the run record {self.path} could not be completed; {lacks}")
 
     def save(self, at_once: bool = False) -> None:
-        """Rewrites the JSON, unless that was done shortly before, or for almost as many entries."""
-        began, entries = time.monotonic(), sum(len(self.content[section]) for section in SECTIONS)
-        if self.journal is None or self.run_lock.is_lost():
-            return
-        has_grown = entries >= GROWTH * self.saved or self.journal.lost
-        if not at_once and (began < self.save_not_before or not has_grown):
-            return
-        with self._surviving(self.path):
-            self.content["journal_lines"] = self.journal.lines
-            _replace(self.path, _text(self.content))
-            self.saved = entries
-            self.journal.clear(remove=self.content["end_time"] is not None)
-            self.warned = False
-        now = time.monotonic()
-        self.save_not_before = now + (now - began) / SAVING_SHARE
+        """Renders the JSON, unless that was done shortly before, or for almost as many entries."""
+        if (fields := self._fields()) != self.noted:
+            self.noted = fields
+            self.pending.append(fields)
+        self._write(self._extend_journal)
+        began = time.monotonic()
+        if at_once or (began >= self.save_not_before and self.count >= GROWTH * self.saved):
+            self._write(self._render)
+            now = time.monotonic()
+            self.save_not_before = now + (now - began) / SAVING_SHARE
 
-    @contextlib.contextmanager
-    def _surviving(self, what):
-        """Wraps a write. If the write fails, everything is still in self.content."""
+    def _write(self, action: Callable[[], None]) -> None:
+        """What cannot be written is still pending."""
+        if not self.enabled or self.run_lock.is_lost():
+            return
         try:
             with self.lock:
-                yield
+                action()
         except OSError as error:
             if not self.warned:
-                self.warned = True
-                log.warning("could not write %s: %s; it is tried again", what, error)
+                log.warning("could not write the run record %s: %s; it is tried again", self.path, error)
+            self.warned = True
+
+    def _extend_journal(self) -> None:
+        path = self.path.with_suffix(JOURNAL)
+        if self.journal is None:
+            begin = list(self.pending)
+            replace_file(path, begin, TEMPORARY)
+            self.journal = open(path, "a+b", buffering=0)  # each line is written at once
+            self.journal_bytes = sum(map(len, begin))
+            for _ in begin:
+                self.pending.popleft()
+        if os.fstat(self.journal.fileno()).st_size > self.journal_bytes:
+            self.journal.truncate(self.journal_bytes)  # a full disk has taken a part of a line
+        while self.pending:
+            line = self.pending[0]
+            if self.journal.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.journal_bytes += len(self.pending.popleft())
+
+    def _render(self) -> None:
+        is_over, count = self.fields["end_time"] is not None, self.count
+        if self.pending and not is_over:  # while the run goes on, the journal has all that the JSON has
+            return
+        replace_file(self.path, render(self._lines()), TEMPORARY)
+        self.saved, self.warned = count, False
+        if is_over:
+            self.enabled = False
+            with contextlib.suppress(OSError):  # who reads the JSON sees that it is whole
+                self.path.with_suffix(JOURNAL).unlink()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Of the journal, and those that it lacks."""
+        if self.journal:
+            with open(os.dup(self.journal.fileno()), "rb") as file:  # also if its name was removed
+                file.seek(0)
+                yield from file
+        yield from list(self.pending)
+
+    def _fields(self) -> bytes:
+        """Without secrets; but attempts find each other by run_name."""
+        return to_line(redact_all(self.fields, keep=("run_name",)))
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
@@ -237,78 +276,8 @@ def open_record(
     return record
 
 
-class Entries(Sequence[dict]):
-    """A section's entries, each as its line of JSON: less memory than the objects take, and a rewrite need
-    not make it anew."""
-
-    def __init__(self, entries: Iterable[dict]):
-        self.lines = [to_line(entry) for entry in entries]
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, place: Any) -> Any:
-        return json.loads(self.lines[place])
-
-
-def to_line(value: dict) -> bytes:
-    return ENCODER.encode(value).encode()
-
-
-class Journal:
-    """Holds entries that the JSON does not have yet. Each line is written at once. It begins with the line
-    break, so that a line that was cut off by a full disk does not spoil the next one."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.file: RawIOBase | None = None
-        self.lines = 0  # of the whole run
-        self.lost = 0  # of those that neither this file nor the JSON has
-
-    def append(self, section: str, entry: bytes) -> None:
-        line = b'\n{"line": %d, "section": "%s", "entry": %s}' % (self.lines, section.encode(), entry)
-        self.lines, self.lost = self.lines + 1, self.lost + 1  # until it is written
-        if self.file is None:
-            self.file = create(self.path).detach()  # without a buffer: each line is written at once
-        self.lost -= self.file.write(line) == len(line)  # a full disk may take a part of it
-
-    def clear(self, remove: bool) -> None:
-        self.lost = 0
-        if self.file is None:
-            return
-        if remove:
-            self.file.close()
-            self.file = None
-            self.path.unlink(missing_ok=True)
-        else:
-            self.file.truncate(0)
-            self.file.seek(0)
-
-
-def _text(content: dict) -> Iterator[bytes]:
-    """JSON with one line per entry: small, quick to make, and usable by tools that read lines."""
-    for number, (name, value) in enumerate(content.items()):
-        yield b"%s\n %s: " % (b"," if number else b"{", json.dumps(name).encode())
-        if name == "superseded":
-            yield to_line(value)
-        elif isinstance(value, Entries):
-            for place, line in enumerate(value.lines):
-                yield (b",\n  " if place else b"[\n  ") + line
-            yield b"\n ]" if value else b"[]"
-        else:
-            value = redact_all({name: value}, keep=("run_name",))[name]  # attempts find each other by it
-            yield json.dumps(plain(value), indent=1, allow_nan=False).replace("\n", "\n ").encode()
-    yield b"\n}\n"
-
-
-def _replace(path: Path, text: Iterator[bytes]) -> None:
-    temporary = path.with_name("record.tmp")  # one name, so that what kills leave does not pile up
-    with create(temporary) as file:
-        file.writelines(text)
-        file.flush()
-        os.fsync(file.fileno())  # so that a loss of power leaves the old file or the new one
-    os.replace(temporary, path)
-    sync_folder(path.parent)  # before the journal is emptied, which holds what the old file lacks
+def to_line(value: dict[str, Any]) -> bytes:
+    return ENCODER.encode(plain(value)).encode() + b"\n"
 
 
 def _now(unit: str = "seconds") -> str:

@@ -23,7 +23,7 @@ def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[st
     best, last = summary["best_val_loss"], summary["final_loss"]
     speed = f"{mfu['median']:.2f} %" if mfu else "n/a"
     losses = "not evaluated" if best is None else f"{best:.4f} (validation)"
-    evaluated = {each["iter"]: each["val_loss"] for each in record.content["eval_steps"]}
+    evaluated = {each["iter"]: each["val_loss"] for each in logger.content["eval_steps"]}
     if best is not None and best == evaluated.get(0):  # no model that was trained has it
         only = len(evaluated) == 1
         losses = "not evaluated" if only else f"{best:.4f} (validation)"
@@ -31,7 +31,7 @@ def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[st
     plot = shlex.join([python_name(), "plots/plot_single_run.py", str(record.path)])
     sample = shlex.join([python_name(), "sample.py", f"--out_dir={config.out_dir}"])
     # a run that a signal ended has saved iterations that no row has
-    done = max([logger.logged, *(save["iter"] for save in record.content["checkpoints"])])
+    done = max([logger.logged, *(save["iter"] for save in logger.content["checkpoints"])])
     resume = resume_command(argv, done, config)
     return {
         "Time": f"{units.duration((ended - began).total_seconds())} for {done - logger.start:,} "
