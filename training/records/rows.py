@@ -250,10 +250,10 @@ class Logger:
         pause."""
         rows = content["training_iterations"]
         if iteration > self.logged or not rows:  # what the next row will say of these iterations
-            row = {"iter": iteration - 1, "attempt": content["attempt"], "tokens_per_sec": self.world.size}
-            row |= {"time_ms": 1000 * self.clock.since_lap() / max(iteration - self.logged, 1)}
-            rows.append({**row, "tokens_seen": self._tokens_seen(iteration), "tokens_per_sec_per_gpu": 1})
-        for loss, reached in targets_reached({**content, "training_iterations": rows}, targets):
+            seconds = self.clock.since_lap() / max(iteration - self.logged, 1)
+            row = {"iter": iteration - 1, "attempt": content["attempt"], "time_ms": 1000 * seconds}
+            rows.append({**row, "tokens_seen": self._tokens_seen(iteration), "gpus": self.world.size})
+        for loss, reached in targets_reached(content, targets):
             log.info(f"🎯 Val loss {loss:g} reached at {reached}")
 
     def saved(self, save: Save) -> None:
