@@ -319,6 +319,15 @@ def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, m
     assert iterations(read(content.path)["training_iterations"]) == list(range(6))
 
 
+def test_while_a_run_goes_on_its_json_has_no_row_that_its_journal_lacks(attempt):
+    """Readers of a run that goes on read the journal alone."""
+    content = attempt(1)
+    filled(content)
+    content.add_iteration(row(0))
+    content.save(at_once=True)
+    assert read(content.path)["training_iterations"] == []
+
+
 def test_a_disk_that_is_full_at_the_start_takes_everything_later(attempt, tmp_path, monkeypatch, caplog):
     add_rows(first := attempt(1), 0, 3)
     with monkeypatch.context() as patch:
