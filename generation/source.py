@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.dataset_tokenizer import load_tokenizer
+from data.pipeline.meta_file import read_meta
 from data.tokenizers.choice import EOT_NAMES
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from generation.cache import cached_attention

@@ -22,7 +22,8 @@ from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.pipeline.meta_file import count_tokens, document_ends, load_tokenizer, names_tokenizer, read_meta
+from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
+from data.pipeline.meta_file import count_tokens, document_ends, read_meta
 from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
 from data.pipeline.verified import damaged_files, forget, wrong_size
 

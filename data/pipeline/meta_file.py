@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import how_to_make, is_plain_name
@@ -27,13 +26,6 @@ from data.pipeline.token_files import (
     smallest_dtype,
     stored_dtype,
     token_file_names,
-)
-from data.tokenizers.file_tokenizer import tokenizer_json
-from data.tokenizers.tokenizer import (
-    SubwordTokenizer,
-    Tokenizer,
-    hash_tokenizer,
-    open_recorded_tokenizer,
 )
 
 FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
@@ -153,8 +145,8 @@ def _wrong_field(meta: dict) -> str | None:
             return f"format {meta.get('format')}, in which {name} has no such entry for document lengths"
     if tokenizer is None or isinstance(tokenizer, str):
         return None
-    texts = dict.fromkeys(("kind", "name", "chars", "sha256"), _is_text) | {"file": is_plain_name}
-    return _wrong(" of the tokenizer", tokenizer, texts)
+    texts = dict.fromkeys(("kind", "name", "chars", "sha256", "file_sha256"), _is_text)
+    return _wrong(" of the tokenizer", tokenizer, {**texts, "file": is_plain_name})
 
 
 def wrong_token_file(name: str, file: object) -> str | None:
@@ -191,41 +183,12 @@ def _files(path: Path, meta: dict) -> dict[str, dict]:
     return files
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that made the tokens of this dataset: .encode(text) and .decode(ids)."""
-    recorded = read_meta(folder)["tokenizer"]
-    if not names_tokenizer(recorded):
-        path = Path(folder) / "meta.json"
-        raise UserError(
-            f"{path} does not say how to open the tokenizer of these tokens; run the dataset's prepare.py "
-            f"again, or add it by hand; of GPT-2's tokens, all of it is: {NANOGPT}"
-        )
-    return open_recorded_tokenizer(recorded, folder)
-
-
-def names_tokenizer(recorded: Any) -> bool:
-    """Whether what meta.json says of a tokenizer is enough to open it."""
-    fields = {"char": ("chars",), "tiktoken": ("name",), "tokenizers": ("file", "sha256")}
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("kind"), str):
-        return False
-    return all(isinstance(recorded.get(field), str) for field in fields.get(recorded["kind"], ()))
-
-
 def count_tokens(meta: dict) -> dict[str, int]:
     """Tokens of each split, over all of its files."""
     return {
         split: sum(file["tokens"] for name, file in meta["files"].items() if is_of_split(name, split))
         for split in SPLITS
     }
-
-
-def keep_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> dict[str, Any]:
-    """What meta.json records of the tokenizer. Its file, if it has one, is copied into the folder."""
-    meta = {**tokenizer.meta, "sha256": hash_tokenizer(tokenizer)}
-    if meta["kind"] == "tokenizers":
-        write_bytes(folder / "tokenizer.json", tokenizer_json(meta["file"]).encode())
-        meta["file"] = "tokenizer.json"
-    return meta
 
 
 def document_ends(meta: dict) -> str:

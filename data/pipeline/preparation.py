@@ -23,20 +23,20 @@ from data.pipeline.folder_lock import only_preparation
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.input_files import say_files
 from data.pipeline.manifests import COUNTS, read_manifests
-from data.pipeline.meta_file import count_tokens, describe, keep_tokenizer, nanogpt_meta
+from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
 from data.pipeline.single_files import join, read_joined
 from data.pipeline.splits import say_splits, splits_of_files, threshold
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
-from data.tokenizers.fast_encoder import use_fast_encoder
-from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
+from data.tokenizers.file_tokenizer import use_fastokens
+from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer, keep_tokenizer
 
 UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
 UNITS = 256  # about so many for a small input, so that many workers can share it
 PART_BYTES = 32 << 20  # at least so many has a part of a file: seconds of work
 LARGE_SHARE = 0.2  # of the tokens: a larger share for validation is a loss that few want
-FAST_BYTES = 8 << 20  # input bytes from which on the fast encoder saves more time than verifying it takes
+FAST_BYTES = 8 << 20  # input bytes from which on fastokens saves more time than it takes to open it
 
 
 # --- the plan ---
@@ -270,7 +270,7 @@ def prepare(
                 check_disk_space(missing, folder, stored_dtype(dtype).itemsize, store.size)
             size = sum(unit.size(store.size) for unit in missing)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
-            fast = not settings.tokens and needed > FAST_BYTES and use_fast_encoder(tokenizer)
+            fast = not settings.tokens and needed > FAST_BYTES and use_fastokens(tokenizer)
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
             run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)

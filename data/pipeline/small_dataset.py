@@ -17,7 +17,7 @@ from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, nanogpt_meta
 from data.pipeline.token_files import SPLITS, smallest_dtype
 from data.pipeline.token_writer import TokenWriter
-from data.tokenizers.file_tokenizer import tokenizer_json
+from data.tokenizers.json_file import tokenizer_json
 
 
 def write_dataset(

@@ -21,8 +21,8 @@ from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan
 from data.pipeline.units import Settings, Unit, origin_of
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.json_file import file_hash
 from data.tokenizers.to_file import FILE, write_content
-from data.tokenizers.tokenizer import file_hash
 
 RECORD = "tokenizer_training.json"
 MOST_BYTES = 10**9  # of text, to learn from: more changes few merges, and the words are held in memory

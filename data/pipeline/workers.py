@@ -19,7 +19,7 @@ from tqdm import tqdm
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.units import Settings, Unit, tokenize
-from data.tokenizers.fast_encoder import use_fast_encoder
+from data.tokenizers.file_tokenizer import use_fastokens
 from data.tokenizers.tokenizer import open_tokenizer
 
 # of a worker process: its tokenizer, its store, and the count of tokens that all share
@@ -31,7 +31,7 @@ def _start_worker(tokenizer_name: str, tokens: Synchronized, store: Disk | Hub, 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
     if fast:
-        use_fast_encoder(tokenizer, verify=False)  # the parent has verified it
+        use_fastokens(tokenizer)
     _worker.update(tokenizer=tokenizer, tokens=tokens, store=store)
 
 

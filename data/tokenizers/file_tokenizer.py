@@ -1,56 +1,58 @@
-"""The tokenizer of a Hugging Face model, from its tokenizer.json or from the files that one can be made of.
+"""The tokenizer of a Hugging Face model, from its tokenizer.json.
 
 Added tokens that the file marks "special": true are encoded as ordinary text. Those that it marks false are
 vocabulary like any other and keep their ids: the runs of spaces of GPT-NeoX, but also <think> of Qwen3.
+
+The ids are those of the tokenizers library. fastokens makes the same ones many times as fast, but it is
+young: the first texts of each process, and then one in CHECKED_EVERY, are encoded by both. Other ids are an
+error: if a worker went on with the other library, the bytes would depend on who encodes which document.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import UserError
-from data.tokenizers import model_file
-from data.tokenizers.added_tokens import add_tokens_beside
+from data.tokenizers.files_beside import check_files_beside
+from data.tokenizers.json_file import tokenizer_json
+
+CHECKED_FIRST, CHECKED_EVERY = 16, 256  # texts
 
 
-def tokenizer_json(path: str | Path) -> str:
-    """The content of a tokenizer.json, with the added tokens of the files beside it; if the path is a
-    tokenizer.model, made from that. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".model":
-        content = model_file.convert(path)
-    else:
-        content = model_file.read_file(path).decode("utf-8-sig")  # read_text would change the line ends
-        content = model_file.restore_prefix(content)
-    try:
-        return add_tokens_beside(content, path.parent)
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{path} and the files beside it cannot be read as one tokenizer: {error}") from None
+def use_fastokens(tokenizer: Any) -> bool:
+    """Lets fastokens make the ids of a tokenizer.json, if it is installed and can. Without it, one line says
+    so. For a tokenizer of any kind."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return False
+    if is_worker := multiprocessing.parent_process() is not None:
+        os.environ |= {"RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}  # each worker has one core
+    encoder = tokenizer._open_fastokens()
+    if not is_worker:
+        print(f"ids are made by {encoder}")
+    return tokenizer.fast is not None
 
 
 class FileTokenizer:
-    # another way to the same ids, set by use_fast_encoder() of fast_encoder.py; its None leaves a text to the
-    # library
-    fast: Callable[[str], np.ndarray | None] | None = None
-
     def __init__(self, path: str | Path):
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise UserError(f"{path} needs the tokenizers library: pip install tokenizers") from None
         path = Path(path)
+        content = tokenizer_json(path)
         try:
-            self.tokenizer = Tokenizer.from_str(tokenizer_json(path))
+            self.tokenizer = Tokenizer.from_str(content)
             self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        except UserError:
-            raise
         except BaseException as error:  # the library raises plain Exception, or a panic, which is none
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+        added = {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
+        check_files_beside(path, added.get, content)
         dropout = getattr(self.tokenizer.model, "dropout", None)
         if dropout:
             self.tokenizer.model.dropout = None
@@ -59,24 +61,60 @@ class FileTokenizer:
         self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
         self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
         self.tokenizer.no_padding()
+        self.fast: Any = None  # the same tokenizer in fastokens
+        self.encoded = 0  # texts
         self.meta: dict[str, Any] = {
             "kind": "tokenizers",
             "name": path.resolve().parent.name,
             "file": str(path),
         }
 
+    def _open_fastokens(self) -> str:
+        """Returns which library will make the ids, and why, for the user."""
+        try:
+            import fastokens
+        except ImportError:
+            return "tokenizers; fastokens makes the same many times as fast: pip install fastokens"
+        try:
+            self.fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())
+        except Exception as error:
+            return f"tokenizers, as fastokens cannot read this tokenizer.json ({error})"
+        return f"fastokens; the first texts, and one in {CHECKED_EVERY}, also by tokenizers, to compare them"
+
     def encode(self, text: str) -> list[int]:
         return self.encode_arrays([text])[0].tolist()
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        arrays = [None if self.fast is None else self.fast(text) for text in texts]
-        left = [text for text, ids in zip(texts, arrays, strict=True) if ids is None]
+        arrays = self._by_fastokens(texts)
+        if arrays is None:
+            return self._by_tokenizers(texts)
+        first, self.encoded = self.encoded, self.encoded + len(texts)
+        numbers = range(first, self.encoded)
+        checked = [i - first for i in numbers if i < CHECKED_FIRST or i % CHECKED_EVERY == 0]
+        for i, ids in zip(checked, self._by_tokenizers([texts[i] for i in checked]), strict=True):
+            if not np.array_equal(arrays[i], ids):
+                raise UserError(
+                    f"fastokens and tokenizers make different ids of the text {texts[i]!r:.80} by "
+                    f"{self.meta['file']}; run pip uninstall fastokens, then prepare again with --no-resume"
+                )
+        return arrays
+
+    def _by_fastokens(self, texts: list[str]) -> list[np.ndarray] | None:
+        if self.fast is None or not texts:
+            return None
+        try:
+            ids, starts = self.fast.encode_batch_flat(texts, split_special_tokens=True)
+        except Exception:  # the tokenizers library says what is wrong with a text
+            return None
+        return np.split(np.frombuffer(ids, "<u4"), np.frombuffer(starts, "<u8")[1:-1].astype(np.int64))
+
+    def _by_tokenizers(self, texts: list[str]) -> list[np.ndarray]:
         # "fast" in the library's method: it does not compute where in the text each token stands
         try:
-            encodings = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False) if left else [])
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else []
         except Exception as error:  # the library raises no other class, for example for an unknown character
             raise UserError(f"the tokenizer {self.meta['file']} cannot encode this text: {error}") from None
-        return [np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in arrays]
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

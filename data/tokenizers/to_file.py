@@ -7,11 +7,11 @@ from typing import Any
 
 from common.durable_file import write_bytes
 from common.errors import UserError
-from data.tokenizers.added_tokens import added_token
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.families import PROBE
-from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
-from data.tokenizers.model_file import all_merges, byte_letters
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.json_file import added_token, byte_letters, read_file, tokenizer_json
+from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, all_merges
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from data.tokenizers.tokenizer import SubwordTokenizer
 
@@ -24,6 +24,12 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
     """eot_id: of the token that ends a document, if there is one."""
     if isinstance(tokenizer, FileTokenizer):
         content = tokenizer_json(tokenizer.meta["file"])
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        if tokenizer.as_json is None:
+            write_bytes(folder / "tokenizer.model", read_file(tokenizer.meta["file"]))
+            print(f"no {FILE} has the ids of tokenizer.model: transformers may encode a text otherwise")
+            return
+        content = tokenizer.as_json
     else:
         content = _make(tokenizer)
     write_content(folder, content, eot_id)

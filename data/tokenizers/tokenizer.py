@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common.durable_file import write_bytes
 from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
-from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
-from data.tokenizers.model_file import read_file
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.json_file import file_hash, read_file, tokenizer_json
+from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 
 HUB_PREFIX = "hf:"  # --tokenizer hf:OWNER/NAME
@@ -33,7 +35,11 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None: ...
 
 
-SubwordTokenizer = TiktokenTokenizer | FileTokenizer
+SubwordTokenizer = TiktokenTokenizer | FileTokenizer | SentencePieceTokenizer
+OF_FILES = {
+    "tokenizers": FileTokenizer,
+    "sentencepiece": SentencePieceTokenizer,
+}  # {kind in meta.json: class}
 
 # --- by the name that a user gives ---
 
@@ -46,7 +52,7 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
         raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
     for file in (path / "tokenizer.json", path / "tokenizer.model", path):
         if file.is_file():
-            return FileTokenizer(file)
+            return SentencePieceTokenizer(file) if file.suffix == ".model" else FileTokenizer(file)
     if path.is_dir():
         raise UserError(
             f"{path} holds no tokenizer.json or tokenizer.model; AutoTokenizer.from_pretrained(...)"
@@ -65,29 +71,40 @@ def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> Cha
         return CharTokenizer(recorded["chars"])
     if recorded["kind"] == "tiktoken":
         return TiktokenTokenizer(recorded["name"])
-    if recorded["kind"] != "tokenizers":
-        raise UserError(
-            f"{folder}/meta.json has tokenizer kind {recorded['kind']!r}, not char, tiktoken or tokenizers"
-        )
+    if recorded["kind"] not in OF_FILES:
+        kinds = ", ".join(["char", "tiktoken", *OF_FILES])
+        raise UserError(f"{folder}/meta.json has tokenizer kind {recorded['kind']!r}, not one of {kinds}")
     if os.path.basename(recorded["file"]) != recorded["file"]:
         raise UserError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
     path = Path(folder) / recorded["file"]
-    if not path.is_file() or file_hash(path) != recorded["sha256"]:
+    if not path.is_file() or file_hash(path) != recorded.get("file_sha256", recorded["sha256"]):
         state = "has changed since" if path.is_file() else "is gone, but"
         raise UserError(
             f"{path} {state} the tokens were made with it; put the file back, or run prepare.py again"
         )
-    return FileTokenizer(path)
+    return OF_FILES[recorded["kind"]](path)
 
 
-def file_hash(path: Path) -> str:
-    """The sha256 of a tokenizer file. Raises UserError."""
-    return hashlib.sha256(read_file(path)).hexdigest()
+def keep_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> dict[str, Any]:
+    """What meta.json records of the tokenizer. Its file, if it has one, is copied into the folder."""
+    meta = {**tokenizer.meta, "sha256": hash_tokenizer(tokenizer)}
+    if isinstance(tokenizer, FileTokenizer):
+        write_bytes(folder / "tokenizer.json", tokenizer_json(meta["file"]).encode())
+        meta["file"] = "tokenizer.json"
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        write_bytes(folder / "tokenizer.model", read_file(meta["file"]))
+        meta["file"] = "tokenizer.model"
+    return meta
 
 
 def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
-    """The hash of its tokenizer.json, or of all the tokens of an encoding of tiktoken's."""
+    """The hash of its tokenizer.json, also of the one that says the same as a tokenizer.model; else that of
+    the model file, or of all the tokens of an encoding of tiktoken's."""
     if isinstance(tokenizer, FileTokenizer):
-        return hashlib.sha256(tokenizer_json(tokenizer.meta["file"]).encode()).hexdigest()
-    vocabulary = tokenizer.encoding.token_byte_values()
-    return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
+        content = tokenizer_json(tokenizer.meta["file"]).encode()
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        content = (tokenizer.as_json or "").encode() or read_file(tokenizer.meta["file"])
+    else:
+        vocabulary = tokenizer.encoding.token_byte_values()
+        content = b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)
+    return hashlib.sha256(content).hexdigest()

@@ -21,9 +21,10 @@ from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder
 from data.pipeline import verified
+from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.hub import open_hub
 from data.pipeline.input_files import find_files
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.shakespeare_char import prepare as shakespeare_char

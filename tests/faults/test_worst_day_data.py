@@ -14,7 +14,8 @@ from support.preparation import shared, small_bpe
 
 import data.inspect.__main__ as inspect
 from common.errors import RunError, UserError
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.dataset_tokenizer import load_tokenizer
+from data.pipeline.meta_file import read_meta
 from data.text import prepare as text_prepare
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig

@@ -94,11 +94,9 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     script = """
 from pathlib import Path
 from data.pipeline import document_pieces, units
-from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.file_tokenizer import FileTokenizer
 document_pieces.PIECE_CHARS = units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
-use_fast_encoder(tokenizer, verify=False)
 folder = Path(sys.argv[1]).parent / "out"
 (folder / "units").mkdir(parents=True)
 def work(path):

@@ -19,11 +19,11 @@ from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, s
 
 from common.errors import UserError
 from data.pipeline import document_pieces
+from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.document_pieces import encode_document
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.tokenizers.families import FAMILIES, open_family
-from data.tokenizers.fast_encoder import LLAMA3_PATTERN
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
@@ -54,9 +54,14 @@ def reference(name: str):
     if name == "llama3":
         from tiktoken.load import load_tiktoken_bpe
 
+        # of llama3/tokenizer.py in Meta's repository llama-models
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
         ranks = load_tiktoken_bpe(str(shared("tokenizers/llama3/tokenizer.model")))
         return tiktoken.Encoding(
-            "l3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+            "l3", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         ).encode_ordinary
     transformers = pytest.importorskip("transformers")
     folder = shared("tokenizers/qwen")

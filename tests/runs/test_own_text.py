@@ -16,8 +16,9 @@ import sample
 from common.command import USER_ERROR, run_command
 from common.errors import UserError
 from data.pipeline import trained_tokenizer
+from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.input_files import find_input
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.preparation import plan_units, with_threshold
 from data.pipeline.trained_tokenizer import pieces, training_documents
 from data.pipeline.units import Settings

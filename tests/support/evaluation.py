@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from support.hf_models import VOCAB, change_config, save
 
-from data.pipeline.meta_file import describe, keep_tokenizer
-from data.tokenizers.added_tokens import added_token
+from data.pipeline.meta_file import describe
 from data.tokenizers.char_tokenizer import CharTokenizer
+from data.tokenizers.json_file import added_token
 from data.tokenizers.to_file import write_tokenizer
-from data.tokenizers.tokenizer import open_tokenizer
+from data.tokenizers.tokenizer import keep_tokenizer, open_tokenizer
 from tools.evaluate import __main__ as evaluate
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

@@ -26,8 +26,9 @@ from support.preparation import (
 
 from common.errors import UserError
 from data.inspect.__main__ import check_files
+from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.documents import BadRecord, hash_content, read_records
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.quickstart import prepare as quickstart

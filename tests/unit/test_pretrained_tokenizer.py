@@ -10,17 +10,18 @@ import pytest
 import torch
 from support.helpers import ROOT
 from support.hf_models import VOCAB, hf_run, save
-from support.preparation import SHARED_DATA, shared
+from support.preparation import SHARED_DATA, shared, small_bpe
+from support.sentencepiece_files import READ, write_model
 
 import sample
 from common.errors import UserError
-from data.pipeline.meta_file import keep_tokenizer
 from data.tokenizers.char_tokenizer import CharTokenizer
-from data.tokenizers.model_file import added_token
+from data.tokenizers.json_file import added_token
 from data.tokenizers.to_file import write_tokenizer
-from data.tokenizers.tokenizer import open_tokenizer
+from data.tokenizers.tokenizer import keep_tokenizer, open_tokenizer
 from tools import export_hf
 from tools.evaluate import __main__ as evaluate
+from training.pretrained.tokenizer_hash import another_tokenizer
 
 CHARS = "".join(map(chr, range(48, 48 + VOCAB)))  # one for each id of the tiny models
 TEXTS = [
@@ -107,7 +108,7 @@ def test_weights_do_not_begin_a_run_on_tokens_of_another_tokenizer(model, run, t
     assert run(config, f"--init_weights=hf:{model}") == 2
     error = capsys.readouterr().err
     assert f"{tmp_path / 'data'} has the tokenizer other (" in error
-    assert f"and hf:{model} has model (" in error
+    assert f"and hf:{model} has another: the same ids " in error
     assert f"would be other text; prepare the dataset with --tokenizer={model}" in error
     assert not (tmp_path / "out" / "checkpoints").exists()
 
@@ -116,6 +117,76 @@ def test_a_tokenizer_that_cannot_be_compared_is_said_and_stops_nothing(model, ru
     (model / "tokenizer.json").write_text("{}")
     assert run(hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1), f"--init_weights=hf:{model}") == 0
     assert "have one tokenizer is not known: " in caplog.text
+
+
+@pytest.fixture
+def weights_and_dataset(tmp_path, monkeypatch):
+    """(folder of weights, dataset, a function that writes what meta.json records of its tokenizer)."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
+    for name in ("weights", "dataset"):
+        (tmp_path / name).mkdir()
+    meta = {"dtype": "uint32", "vocab_size": 60_000}
+
+    def record(tokenizer):
+        (tmp_path / "dataset" / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
+
+    return tmp_path / "weights", tmp_path / "dataset", record
+
+
+def change_json(folder, change) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(change(content) or content))
+
+
+def older_form(content) -> None:
+    """As earlier versions of the tokenizers library wrote it."""
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+    for name in ("ignore_merges", "byte_fallback"):
+        del content["model"][name]
+    content["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0}
+
+
+CHANGES = {  # {name: (change of the tokenizer.json beside the weights, is it another tokenizer)}
+    "the same": (lambda content: None, False),
+    "saved by an older version": (older_form, False),
+    "another rule": (lambda content: content.update(normalizer={"type": "NFC"}), None),
+    "another vocabulary": (lambda content: content["model"]["vocab"].update({"b": 97, "a": 98}), True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_hashes_tell_whether_two_files_are_one_tokenizer(weights_and_dataset, tmp_path, name):
+    weights, dataset, record = weights_and_dataset
+    own = open_tokenizer(str(small_bpe(tmp_path / "own")))
+    record(keep_tokenizer(dataset, own))
+    shutil.copy(tmp_path / "own" / "tokenizer.json", weights)
+    change, another = CHANGES[name]
+    change_json(weights, change)
+    assert another_tokenizer(weights, dataset) is another
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gpt2_and_characters_are_known_in_a_tokenizer_json_too(weights_and_dataset, by_hand):
+    weights, dataset, record = weights_and_dataset
+    shared("tiktoken_cache")
+    gpt2, chars = open_tokenizer("gpt2"), CharTokenizer("ab")
+    for recorded in ("gpt2" if by_hand else keep_tokenizer(dataset, gpt2), chars.meta):
+        record(recorded)
+        for tokenizer in (gpt2, chars):
+            write_tokenizer(weights, tokenizer, None)
+            same = (tokenizer is chars) == (recorded is chars.meta)
+            assert another_tokenizer(weights, dataset) is not same
+
+
+def test_a_tokenizer_model_is_known_by_its_file(weights_and_dataset):
+    weights, dataset, record = weights_and_dataset
+    write_model(weights)
+    record(keep_tokenizer(dataset, open_tokenizer(str(weights))))
+    assert another_tokenizer(weights, dataset) is False
+    write_model(weights, *READ["neither"])
+    assert another_tokenizer(weights, dataset) is None
+    record({"kind": "tiktoken", "name": "gpt2"})
+    assert another_tokenizer(weights, dataset) is True
 
 
 def test_no_export_takes_another_tokenizer_than_the_checkpoints(trained, tmp_path):
@@ -251,8 +322,9 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path, 
 # --- what is imported ---
 
 
-def test_training_imports_neither_transformers_nor_the_hub():
-    found = "sorted({'transformers', 'huggingface_hub', 'safetensors'} & set(sys.modules))"
-    code = f"import sys, train, sample, tools.export_hf; print({found})"
+def test_training_imports_no_tokenizer_and_neither_transformers_nor_the_hub():
+    code = "import sys, train; print('data.tokenizers.tokenizer' in sys.modules)"
+    libraries = "'transformers', 'huggingface_hub', 'safetensors', 'tokenizers', 'sentencepiece', 'fastokens'"
+    code += f"; import sample, tools.export_hf; print(sorted({{{libraries}}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout == "False\n[]\n", done.stderr

@@ -1,59 +1,120 @@
-"""A tokenizer.model of SentencePiece gives the ids of that library, or a setting is refused by its name."""
+"""A tokenizer.model: ids by the sentencepiece library, and the tokenizer.json that says the same."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
-from support.sentencepiece_files import FOLDER, NORMALIZER, READ, TEXTS, TRAINER, write_model
+from support.preparation import shared
+from support.sentencepiece_files import FOLDER, READ, TEXTS, TRAINER, write_model
 
-from common.errors import UserError
-from data.tokenizers.fast_encoder import use_fast_encoder
-from data.tokenizers.model_file import UNUSED, USER_DEFINED
-from data.tokenizers.tokenizer import open_tokenizer
+pytest.importorskip("sentencepiece", reason="needs sentencepiece, of requirements-data.txt")
+from common.errors import UserError  # noqa: E402
+from data.tokenizers.to_file import write_tokenizer  # noqa: E402
+from data.tokenizers.tokenizer import (  # noqa: E402
+    hash_tokenizer,
+    keep_tokenizer,
+    open_recorded_tokenizer,
+    open_tokenizer,
+)
+from training.batches.sources import same_tokenizer, tokenizer_identity  # noqa: E402
 
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())  # by sentencepiece 0.2.3
+# Of datasets that were made when a tokenizer.json was made of the file: the first digits of their hashes.
+BEFORE = {
+    "as LLaMA's": "197eb1584d95",
+    "remove_extra_whitespaces": "4ececccdca89",
+    "no add_dummy_prefix": "e8607f7b3419",
+    "neither": "cdbeeb49308f",
+    "a symbol of one character": "94083ba55f1d",
+}
+WITH_JSON = [name for name in READ if name in BEFORE]
+NO_JSON = {
+    "symbols": {"normalizer": READ["user_defined_symbols"][0], "types": READ["user_defined_symbols"][1]},
+    "suffix": {"trainer": {**TRAINER, "treat_whitespace_as_suffix": True}},
+    "unescaped": {"normalizer": {"escape_whitespaces": False}},
+    "unigram": {"trainer": {**TRAINER, "model_type": 1}},
+}
 
 
 @pytest.mark.parametrize("name", READ)
 def test_the_ids_are_those_of_the_library_with_these_settings(tmp_path, name):
-    normalizer, types = READ[name]
-    write_model(tmp_path, normalizer, types)
+    write_model(tmp_path, *READ[name])
     tokenizer = open_tokenizer(str(tmp_path))
     assert {text: tokenizer.encode(text) for text in TEXTS} == dict(zip(TEXTS, EXPECTED[name], strict=True))
-    assert tokenizer.decode(tokenizer.encode("First  Citizen: naïve")).split() == [
-        "First",
-        "Citizen:",
-        "naïve",
-    ]
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(TEXTS)] == EXPECTED[name]
+    words = tokenizer.decode(
+        [*tokenizer.encode("First  Citizen: naïve"), 1000]
+    ).split()  # models pad their ids
+    assert words == ["First", "Citizen:", "naïve"]
+    assert tokenizer.token_id("</s>") == 2 and tokenizer.token_id("no piece") is None
 
 
-def test_the_usual_settings_are_still_encoded_the_fast_way(tmp_path):
-    write_model(tmp_path)
-    tokenizer = open_tokenizer(str(tmp_path))
-    assert use_fast_encoder(tokenizer)
-    assert [tokenizer.encode(text) for text in TEXTS] == EXPECTED["as LLaMA's"]
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_a_tokenizer_json_says_the_same_and_its_hash_is_that_of_datasets_from_before(tmp_path, name):
+    write_model(tmp_path / "model", *READ[name])
+    tokenizer = open_tokenizer(str(tmp_path / "model"))
+    (tmp_path / "json").mkdir()
+    write_tokenizer(tmp_path / "json", tokenizer, 2)
+    written = open_tokenizer(str(tmp_path / "json"))
+    assert [written.encode(text) for text in TEXTS] == EXPECTED[name]
+    assert hash_tokenizer(tokenizer) == hash_tokenizer(written)
+    assert hash_tokenizer(tokenizer).startswith(BEFORE[name])
 
 
-SYMBOL = {"[SYM]": USER_DEFINED}
-NO_PREFIX = {**NORMALIZER, 3: 0}
-REFUSED = {
-    "normalization_rule_name=nmt_nfkc has a character map": {"normalizer": {1: b"nmt_nfkc", 2: b"\0" * 8}},
-    "the denormalizer has a character map": {"denormalizer": {2: b"\0" * 8}},
-    "model_type is not BPE": {"trainer": {**TRAINER, 3: 1}},
-    "treat_whitespace_as_suffix=true": {"trainer": {**TRAINER, 24: 1}},
-    "escape_whitespaces=false": {"normalizer": {**NORMALIZER, 5: 0}},
-    "byte_fallback=false beside pieces for bytes": {"trainer": {3: 2}},
-    "it has unused pieces": {"types": {"First": UNUSED}},
-    "user_defined_symbols beside add_dummy_prefix": {"types": SYMBOL},
-    "or remove_extra_whitespaces": {"types": SYMBOL, "normalizer": {1: b"identity", 3: 0}},
-    "user_defined_symbols with a space": {"types": {"a b": USER_DEFINED}, "normalizer": NO_PREFIX},
-    "several of its pieces have one score": {"scores": {"he": 0.5, "el": 0.5}},
-}
+@pytest.mark.parametrize("name", NO_JSON)
+def test_settings_that_no_tokenizer_json_has_are_applied_and_exported_as_they_are(tmp_path, name, capsys):
+    path = write_model(tmp_path / "model", **NO_JSON[name])
+    tokenizer = open_tokenizer(str(path))
+    write_tokenizer(tmp_path, tokenizer, 2)
+    assert (tmp_path / "tokenizer.model").read_bytes() == path.read_bytes()
+    assert not (tmp_path / "tokenizer.json").exists()
+    assert "transformers may encode a text otherwise" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("setting", REFUSED)
-def test_a_setting_that_cannot_be_followed_is_refused_by_its_name(tmp_path, setting):
-    path = write_model(tmp_path, **REFUSED[setting])
-    with pytest.raises(UserError) as caught:
+def test_llama_2_of_either_file_is_one_tokenizer_also_for_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
+    tokenizer = open_tokenizer(str(shared("tokenizers/llama2")))
+    before = "a72ba6448cd1"  # of datasets made of this file, and in checkpoints of their runs
+    assert hash_tokenizer(tokenizer).startswith(before)
+    write_tokenizer(tmp_path, tokenizer, 2)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == 2
+    for text in [text for text in TEXTS if "s>" not in text]:
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+
+
+def test_a_dataset_keeps_the_file_and_opens_it_again(tmp_path):
+    write_model(tmp_path / "model")
+    tokenizer = open_tokenizer(str(tmp_path / "model"))
+    (tmp_path / "data").mkdir()
+    recorded = keep_tokenizer(tmp_path / "data", tokenizer)
+    assert open_recorded_tokenizer(recorded, tmp_path / "data").encode(TEXTS[0]) == EXPECTED["as LLaMA's"][0]
+    old = {
+        "kind": "tokenizers",
+        "name": "other",
+        "file": "tokenizer.json",
+        "sha256": hash_tokenizer(tokenizer),
+    }
+    assert same_tokenizer(tokenizer_identity(recorded), tokenizer_identity(old))
+    path = tmp_path / "data" / "tokenizer.model"
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(UserError, match="has changed since the tokens were made with it"):
+        open_recorded_tokenizer(recorded, tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [(b"IQ== 0\nIg== 1\n", "lists ranks, as that of LLaMA 3"), (b"\x0a\xff", "not a SentencePiece model")],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content, reason):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(UserError, match=reason):
         open_tokenizer(str(tmp_path))
-    assert str(path) in str(caught.value) and setting in str(caught.value)
-    assert "a tokenizer.json beside it" in str(caught.value)
+
+
+def test_without_the_library_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    path: Path = write_model(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=f"{path} needs the sentencepiece library: pip install sentencepiece"):
+        open_tokenizer(str(tmp_path))

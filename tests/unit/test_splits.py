@@ -11,9 +11,10 @@ from support.preparation import run_units_here, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline import documents, preparation
+from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.documents import BadRecord, hash_document, read_records
 from data.pipeline.input_files import find_input
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.preparation import Job, plan_units, prepare
 from data.pipeline.splits import named_split
 from data.pipeline.units import Settings

@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 from support.corpora import HARD
 from support.preparation import shared, small_bpe
-from support.sentencepiece_files import write_model
 
 from common.errors import UserError
 from data.tokenizers.choice import open_or_download_tokenizer
 from data.tokenizers.families import FAMILIES, open_family
-from data.tokenizers.fast_encoder import use_fast_encoder
-from data.tokenizers.file_tokenizer import tokenizer_json
+from data.tokenizers.json_file import tokenizer_json
 from data.tokenizers.tokenizer import open_tokenizer
 
 TEXTS = [*HARD, "hello world", "Hello, 2024!", " one space first", "<|im_end|> <think>"]
 
 
-def write_json(path: Path, content: dict):
+def write_json(path: Path, content):
     path.write_text(json.dumps(content))
 
 
@@ -28,104 +26,84 @@ def test_a_folder_without_a_tokenizer_json_is_refused_with_what_makes_one(tmp_pa
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(UserError, match=r"transformers writes a tokenizer.json, also from vocab.json"):
         open_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
-    with pytest.raises(UserError, match="it lists ranks, as that of LLaMA 3 does"):
-        open_tokenizer(str(tmp_path))
 
 
 # --- tokens in the files beside a tokenizer ---
 
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
-BESIDE = {
-    "added_tokens": {"added_tokens.json": {"<|im_start|>": 257, "<|im_end|>": 258}},
+CONFIG, ADDED, MAP = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
+FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+DECODER = {
+    "256": {"content": "<|endoftext|>", "special": True, **FLAGS},
+    "257": {"content": "<|im_end|>", "special": True, **FLAGS},
+}
+SPECIAL = {
     "names": {
-        "tokenizer_config.json": FAST
-        | {"eos_token": "<|im_end|>", "pad_token": "[PAD]", "additional_special_tokens": ["<x>"]}
+        CONFIG: {"eos_token": "<|im_end|>", "pad_token": "[PAD]", "additional_special_tokens": ["<x>"]}
     },
-    "map": {
-        "tokenizer_config.json": FAST,
-        "special_tokens_map.json": {"pad_token": {"content": "[PAD]", **PLAIN}, "bos_token": "a"},
-    },
-    "decoder": {
-        "tokenizer_config.json": FAST
-        | {
-            "pad_token": "[PAD]",
-            "added_tokens_decoder": {
-                "256": {"content": "<|endoftext|>", "special": True, **PLAIN},
-                "258": {"content": "<x>", "special": False, **PLAIN},
-                "257": {"content": "<|im_end|>", "special": True, **PLAIN},
-            },
-        }
+    "map": {ADDED: {"[PAD]": 257}, MAP: {"pad_token": {"content": "[PAD]", **FLAGS}, "bos_token": "a"}},
+    "decoder": {CONFIG: {"pad_token": "[PAD]", "added_tokens_decoder": DECODER}},
+    "repeated": {
+        CONFIG: {"eos_token": "<|endoftext|>", "add_prefix_space": False},
+        ADDED: {"<|endoftext|>": 256},
     },
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
-def test_added_tokens_of_the_other_files_are_counted_as_transformers_counts_them(tmp_path, case):
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_tokens_of_other_files_change_no_id_of_a_text(tmp_path, case):
     transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
-    small_bpe(tmp_path)
-    for name, content in ({"tokenizer_config.json": FAST} | BESIDE[case]).items():
-        write_json(tmp_path / name, content)
+    path = small_bpe(tmp_path)
+    fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, content in ({CONFIG: {}} | SPECIAL[case]).items():
+        write_json(tmp_path / name, content | (fast if name == CONFIG else {}))
     ours, theirs = open_tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.vocab_size == len(theirs) > 257
-    for token in ("<|im_start|>", "<|im_end|>", "[PAD]", "<x>"):
-        assert ours.token_id(token) == theirs.get_vocab().get(token)
-    text = "a b<x><|im_end|>[PAD] <|im_start|>"
+    text = "a b<x><|im_end|>[PAD] <|endoftext|>"
     options = {"split_special_tokens": True, "add_special_tokens": False, "truncation": False}
     assert ours.encode(text) == theirs.encode(text, **options)
-    kept = json.loads(tokenizer_json(tmp_path / "tokenizer.json"))  # that of a dataset has them all
-    assert [token["id"] for token in kept["added_tokens"]][-1] == ours.vocab_size - 1
-
-
-def test_a_tokenizer_model_has_the_added_tokens_of_its_folder_too(tmp_path):
-    write_model(tmp_path)
-    write_json(tmp_path / "added_tokens.json", {"<pad>": 1000})
-    tokenizer = open_tokenizer(str(tmp_path))
-    assert (tokenizer.vocab_size, tokenizer.token_id("<pad>")) == (1001, 1000)
-
-
-def test_a_tokenizer_with_all_tokens_in_its_own_file_is_read_byte_for_byte(tmp_path):
-    path = small_bpe(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", FAST | {"eos_token": "<|endoftext|>"})
-    write_json(tmp_path / "added_tokens.json", {"<|endoftext|>": 256})
     assert tokenizer_json(path) == path.read_text()
 
 
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("added_tokens.json", {"<x>": 300}, "'<x>' should have 300, and would get 257"),
-        ("added_tokens.json", {"a": 3}, "'a' should have 3, and would get "),
+        (ADDED, {"<x>": 300}, "adds '<x>' as 300, and the tokenizer has no such added token"),
+        (ADDED, {"a": 64}, "adds 'a' as 64, and the tokenizer has no such added token"),
+        (ADDED, {"<|endoftext|>": 300}, "as 300, and the tokenizer has it as 256"),
         (
-            "tokenizer_config.json",
-            {"add_prefix_space": True},
-            "add_prefix_space=True, and the step ByteLevel",
+            CONFIG,
+            {"added_tokens_decoder": {"257": {"content": "<x>", "special": False}}},
+            "adds '<x>' as 257",
         ),
-        ("tokenizer_config.json", ["a"], "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "cannot be read as one tokenizer"),
+        (
+            CONFIG,
+            {"add_prefix_space": True},
+            "says add_prefix_space=True, and ByteLevel add_prefix_space=False",
+        ),
+        (CONFIG, ["a"], "tokenizer_config.json is not JSON"),
+        (CONFIG, {"added_tokens_decoder": [1]}, "are not one tokenizer"),
     ],
 )
-def test_files_that_contradict_the_tokenizer_are_refused(tmp_path, name, content, reason):
-    small_bpe(tmp_path)
+def test_files_that_add_what_the_tokenizer_does_not_know_are_refused(tmp_path, name, content, reason):
+    path = small_bpe(tmp_path)
     write_json(tmp_path / name, content)
     with pytest.raises(UserError) as caught:
         open_tokenizer(str(tmp_path))
-    assert reason in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert reason in str(caught.value) and str(path) in str(caught.value)
+    assert "Save it again, as one tokenizer.json, with transformers" in str(caught.value)
+
+
+# --- the file itself ---
 
 
 def test_dropout_is_off_so_the_same_text_always_gets_the_same_ids(tmp_path, capsys):
     path = small_bpe(tmp_path)
     content = json.loads(path.read_text())
     content["model"] |= {"merges": [["a", "b"]], "vocab": content["model"]["vocab"] | {"ab": 300}}
-    write_json(path, content)
-    plain = open_tokenizer(str(path)).encode("abab" * 20)
     content["model"]["dropout"] = 0.5
     write_json(path, content)
     tokenizer = open_tokenizer(str(path))
     assert capsys.readouterr().out.count("BPE dropout (0.5)") == 1
-    assert plain == [300] * 40 and all(tokenizer.encode("abab" * 20) == plain for _ in range(5))
-    assert use_fast_encoder(tokenizer, verify=False) and tokenizer.encode("abab" * 20) == plain
+    assert all(tokenizer.encode("abab" * 20) == [300] * 40 for _ in range(5))
 
 
 def test_hf_before_a_folder_names_the_folder(tmp_path, monkeypatch):

@@ -14,9 +14,10 @@ import torch
 
 import model_builder
 from common.errors import UserError
-from data.tokenizers.tokenizer import open_tokenizer
+from data.pipeline.meta_file import read_meta
 from model import Attend, Transformer, manual_attention
 from model_config import ModelConfig
+from training.batches.sources import show_tokenizer, tokenizer_identity
 from training.checkpoints.folder import step_folders
 from training.checkpoints.resume import Resume
 from training.checkpoints.tensor_files import Part, is_finite
@@ -36,7 +37,7 @@ from training.pretrained.folder import (
     match,
 )
 from training.pretrained.names import in_pairs, pieces
-from training.pretrained.same_tokenizer import VOCABULARIES, is_tokenizer_of, not_of_dataset
+from training.pretrained.tokenizer_hash import VOCABULARIES, another_tokenizer
 from training.process.agreement import agree
 from training.process.world import World, gather_objects
 
@@ -60,18 +61,22 @@ def check_weights(config: TrainConfig) -> None:
 def check_same_tokenizer(weights: Weights, config: TrainConfig) -> None:
     """Raises UserError if there is a tokenizer beside the weights, and the tokens are of another one."""
     folder = first_folder(config.dataset)
+    if not (folder / "meta.json").exists():  # the dataset is refused later
+        return
     here = any((weights.folder / name).is_file() for name in VOCABULARIES)
-    if not here or not (folder / "meta.json").exists():  # without it, the dataset is refused later
-        return
     try:
-        tokenizer = open_tokenizer(str(weights.folder))
-        same = is_tokenizer_of(tokenizer, folder)
+        another = another_tokenizer(weights.folder, folder)
+        reason = "they are stored in two forms, or its hash is not recorded"
     except UserError as error:
-        log.warning(f"Whether {folder} and {weights.source} have one tokenizer is not known: {error}")
-        return
-    if not same:
-        fix = f"prepare the dataset with --tokenizer={weights.folder}"
-        raise not_of_dataset(tokenizer, weights.source, folder, fix)
+        another, reason = None, str(error)
+    if another:
+        found = show_tokenizer(tokenizer_identity(read_meta(folder)["tokenizer"] or {}))
+        raise UserError(
+            f"{folder} has the tokenizer {found}, and {weights.source} has another: the same ids would be "
+            f"other text; prepare the dataset with --tokenizer={weights.folder}"
+        )
+    if another is None and here:
+        log.warning(f"Whether {folder} and {weights.source} have one tokenizer is not known: {reason}")
 
 
 def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -> dict[str, Any] | None:

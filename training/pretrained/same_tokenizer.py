@@ -1,5 +1,5 @@
-"""Whether a tokenizer is the one that a model was trained with: one comparison and one message for training,
-sampling, evaluating and exporting.
+"""Whether a tokenizer is the one that a model was trained with: one comparison and one message for sampling,
+evaluating and exporting, by the ids of a text. A training run compares hashes (tokenizer_hash.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer, names_tokenizer, read_meta
+from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
+from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import SPLITS, stored_dtype, token_file_names
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -18,7 +19,6 @@ from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer
 from training.batches.sources import same_tokenizer, show_tokenizer, tokenizer_identity
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 COMPARED_TOKENS = 10_000  # of a dataset whose tokenizer may be the model's in another form
 
 
@@ -27,10 +27,6 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, CharTokenizer):
         return tokenizer_identity(tokenizer.meta)["sha256"]
     return hash_tokenizer(tokenizer)  # type: ignore[arg-type]  # every other kind
-
-
-def identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"name": tokenizer.meta["name"], "sha256": tokenizer_hash(tokenizer)}
 
 
 def check_recorded(trained: dict[str, Any], model: str, found: dict[str, Any], where: str, fix: str) -> None:
@@ -43,12 +39,9 @@ def check_recorded(trained: dict[str, Any], model: str, found: dict[str, Any], w
 def check_dataset(tokenizer: Tokenizer, model: str, dataset: Path, fix: str) -> None:
     """Raises UserError if the tokens of the dataset are of another tokenizer than this one of `model`."""
     if not is_tokenizer_of(tokenizer, dataset):
-        raise not_of_dataset(tokenizer, model, dataset, fix)
-
-
-def not_of_dataset(tokenizer: Tokenizer, model: str, dataset: Path, fix: str) -> UserError:
-    found = tokenizer_identity(read_meta(dataset)["tokenizer"] or {})
-    return _another(identity(tokenizer), model, found, str(dataset), fix)
+        trained = {"name": tokenizer.meta["name"], "sha256": tokenizer_hash(tokenizer)}
+        found = tokenizer_identity(read_meta(dataset)["tokenizer"] or {})
+        raise _another(trained, model, found, str(dataset), fix)
 
 
 def is_tokenizer_of(tokenizer: Tokenizer, dataset: Path) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer, names_tokenizer, read_meta
+from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
+from data.pipeline.meta_file import read_meta
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from training.batches.sources import tokenizer_identity
@@ -17,11 +18,11 @@ from training.checkpoints.saved_state import SavedState
 from training.configuration.dataset_name import first_folder
 from training.pretrained.folder import recall
 from training.pretrained.same_tokenizer import (
-    VOCABULARIES,
     check_recorded,
     is_tokenizer_of,
     tokenizer_hash,
 )
+from training.pretrained.tokenizer_hash import VOCABULARIES
 
 # a model may have several chat templates: the others are in a folder of their own
 COPIED = (

@@ -1,0 +1,87 @@
+"""Refuses a tokenizer of which other files of its folder say what its own file does not.
+
+Older versions of transformers, and people, put added tokens and settings into tokenizer_config.json and
+added_tokens.json alone. The libraries that encode here read one file, so a text would get other ids than in
+the model. Special tokens are never made of text: those that only another file names are not needed.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.json_file import read_json
+from data.tokenizers.json_file import MOST_BYTES
+
+CONFIG, ADDED = "tokenizer_config.json", "added_tokens.json"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Settings that tokenizer_config.json repeats: {its key: key of a step in tokenizer.json}
+REPEATED = {
+    "add_prefix_space": "add_prefix_space",
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
+def check_files_beside(path: Path, added_id: Callable[[str], int | None], content: str | None = None) -> None:
+    """added_id: the id of a token that is found in a text before any other; content: of a tokenizer.json.
+    Raises UserError."""
+    try:
+        config = _read(path.parent / CONFIG)
+        _check_tokens(config, path.parent, added_id)
+        if content is not None and REPEATED.keys() & config.keys():
+            _check_settings(config, json.loads(content))
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path} and the files beside it are not one tokenizer: {error}. Save it again, as one "
+            f"tokenizer.json, with transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
+            ".save_pretrained(...)"
+        ) from None
+
+
+def _check_tokens(config: dict, folder: Path, added_id: Callable[[str], int | None]) -> None:
+    if "added_tokens_decoder" in config:
+        decoder = config["added_tokens_decoder"].items()
+        listed = {token["content"]: int(number) for number, token in decoder if not token.get("special")}
+    else:
+        special = {*_special(config), *_special(_read(folder / "special_tokens_map.json"))}
+        listed = {name: number for name, number in _read(folder / ADDED).items() if name not in special}
+    for name, number in listed.items():
+        if (found := added_id(name)) != number:
+            has = "has no such added token" if found is None else f"has it as {found}"
+            raise ValueError(f"{CONFIG} or {ADDED} adds {name!r:.80} as {number}, and the tokenizer {has}")
+
+
+def _check_settings(config: dict, tokenizer: dict) -> None:
+    for step in [*_steps(tokenizer.get("normalizer")), *_steps(tokenizer.get("pre_tokenizer"))]:
+        for key, own in REPEATED.items():
+            asked = config.get(key)
+            if isinstance(asked, bool) and step.get(own) not in (None, asked):
+                raise ValueError(f"{CONFIG} says {key}={asked}, and {step['type']} {own}={step[own]}")
+
+
+def _read(path: Path) -> dict:
+    try:
+        return read_json(path, MOST_BYTES) if path.exists() or path.is_symlink() else {}
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON ({error})") from None
+
+
+def _special(config: dict) -> Iterator[str]:
+    """The tokens in keys such as "eos_token": "</s>" or {"content": "</s>"}, and the additional ones."""
+    values = [config.get(key) for key in NAMED]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        values += more.values() if isinstance(more, dict) else more
+    contents = (value.get("content") if isinstance(value, dict) else value for value in values)
+    return (content for content in contents if isinstance(content, str) and content)
+
+
+def _steps(step: Any) -> Iterator[dict]:
+    """A normalizer or pre-tokenizer and those that it consists of."""
+    if isinstance(step, dict):
+        yield step
+        for inner in step.get("normalizers") or step.get("pretokenizers") or []:
+            yield from _steps(inner)
