@@ -56,11 +56,19 @@ class SentencePieceTokenizer:
         return [np.array(self.model.encode(text), dtype=np.uint32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.model.decode([int(i) for i in ids if i < self.vocab_size])
+        """Control tokens such as </s> as their names, which the library leaves out."""
+        runs = itertools.groupby((int(i) for i in ids if i < self.vocab_size), self._is_special)
+        return "".join(
+            "".join(map(self.model.id_to_piece, run)) if special else self.model.decode(list(run))
+            for special, run in runs
+        )
 
     def token_id(self, token: str) -> int | None:
         number = self.model.piece_to_id(token)
         return number if self.model.id_to_piece(number) == token else None
+
+    def _is_special(self, i: int) -> bool:
+        return self.model.is_control(i) or self.model.is_unknown(i)
 
     @cached_property
     def as_json(self) -> str | None:

@@ -47,6 +47,7 @@ def test_the_ids_are_those_of_the_library_with_these_settings(tmp_path, name):
         [*tokenizer.encode("First  Citizen: naïve"), 1000]
     ).split()  # models pad their ids
     assert words == ["First", "Citizen:", "naïve"]
+    assert tokenizer.decode([1, *EXPECTED[name][0], 2, *EXPECTED[name][0]]) == "<s>hello world</s>hello world"
     assert tokenizer.token_id("</s>") == 2 and tokenizer.token_id("no piece") is None
 
 
