@@ -38,7 +38,7 @@ Other variables:
 - `CUDA_VISIBLE_DEVICES`: the GPUs that torch uses; empty: none
 - `TIKTOKEN_CACHE_DIR`: where tiktoken looks before it downloads
 - `HF_HUB_OFFLINE`: if not 0, a download that fails is not tried again
-- `TOKENIZERS_PARALLELISM`: data preparation sets false
+- `TOKENIZERS_PARALLELISM`, `RAYON_NUM_THREADS`, `FASTOKENS_BPE_THREADS`: data preparation sets false, 1, 1
 - `PYTHONUNBUFFERED`: bench/ sets 1 for its runs
 - `TORCHINDUCTOR_CACHE_DIR`, `TRITON_CACHE_DIR`: new folders for each run of bench/ without `--keep_cache`
 - `PYTHON`: the interpreter, for make and scripts/slurm_train.sh

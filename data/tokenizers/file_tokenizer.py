@@ -74,7 +74,8 @@ class FileTokenizer:
         try:
             import fastokens
         except ImportError:
-            return "tokenizers; fastokens makes the same many times as fast: pip install fastokens"
+            install = "pip install -r requirements-data.txt"
+            return f"tokenizers; fastokens makes the same many times as fast: {install}"
         try:
             self.fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())
         except Exception as error:

@@ -33,8 +33,8 @@ class SentencePieceTokenizer:
         content = read_file(path)
         if content.split(b"\n", 1)[0].endswith(b" 0"):
             raise UserError(
-                f"{path} lists ranks, as that of LLaMA 3 does, and not how text is cut into words; take the "
-                "tokenizer.json, which transformers saves"
+                f"{path} is not a SentencePiece model: it lists ranks, as that of LLaMA 3 does, and not how "
+                "text is cut into words; take the tokenizer.json, which transformers saves"
             )
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_proto=content)

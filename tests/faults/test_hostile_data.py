@@ -275,7 +275,7 @@ def test_hostile_tokenizer_file_is_one_message(tmp_path, name, kind):
 def test_hostile_file_beside_a_tokenizer_is_one_message(tmp_path, name, kind):
     small_bpe(tmp_path)
     HOSTILE[kind](tmp_path / name)
-    with pytest.raises(UserError, match="and the files beside it cannot be read"):
+    with pytest.raises(UserError, match="and the files beside it are not one tokenizer"):
         open_tokenizer(str(tmp_path))
 
 
@@ -298,7 +298,7 @@ def test_hostile_tokenizer_model_is_one_message(tmp_path, content):
 @pytest.mark.parametrize("fields", ['"added_tokens_decoder": {"0": 5}', '"additional_special_tokens": 5'])
 def test_hostile_tokenizer_config_is_one_message(bpe, fields):
     (bpe.parent / "tokenizer_config.json").write_text(f"{{{fields}}}")
-    with pytest.raises(UserError, match="cannot be read as one tokenizer"):
+    with pytest.raises(UserError, match="are not one tokenizer"):
         open_tokenizer(str(bpe))
 
 

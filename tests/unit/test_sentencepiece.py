@@ -106,7 +106,10 @@ def test_a_dataset_keeps_the_file_and_opens_it_again(tmp_path):
 
 @pytest.mark.parametrize(
     "content, reason",
-    [(b"IQ== 0\nIg== 1\n", "lists ranks, as that of LLaMA 3"), (b"\x0a\xff", "not a SentencePiece model")],
+    [
+        (b"IQ== 0\nIg== 1\n", "not a SentencePiece model: it lists ranks"),
+        (b"\x0a\xff", "not a SentencePiece model"),
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, content, reason):
     (tmp_path / "tokenizer.model").write_bytes(content)
