@@ -23,6 +23,12 @@ from data.tokenizers.json_file import tokenizer_json
 CHECKED_FIRST, CHECKED_EVERY = 16, 256  # texts
 
 
+def raise_other(error: BaseException) -> None:
+    """Unless a library in Rust has raised it: plain Exception, or a panic, which is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 def use_fastokens(tokenizer: Any) -> bool:
     """Lets fastokens make the ids of a tokenizer.json, if it is installed and can. Without it, one line says
     so. For a tokenizer of any kind."""
@@ -47,9 +53,8 @@ class FileTokenizer:
         try:
             self.tokenizer = Tokenizer.from_str(content)
             self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        except BaseException as error:  # the library raises plain Exception, or a panic, which is none
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+        except BaseException as error:
+            raise_other(error)
             raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         added = {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
         check_files_beside(path, added.get, content)
@@ -78,7 +83,8 @@ class FileTokenizer:
             return f"tokenizers; fastokens makes the same many times as fast: {install}"
         try:
             self.fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())
-        except Exception as error:
+        except BaseException as error:
+            raise_other(error)
             return f"tokenizers, as fastokens cannot read this tokenizer.json ({error})"
         return f"fastokens; the first texts, and one in {CHECKED_EVERY}, also by tokenizers, to compare them"
 
@@ -105,7 +111,8 @@ class FileTokenizer:
             return None
         try:
             ids, starts = self.fast.encode_batch_flat(texts, split_special_tokens=True)
-        except Exception:  # the tokenizers library says what is wrong with a text
+        except BaseException as error:  # the tokenizers library says what is wrong with a text
+            raise_other(error)
             return None
         return np.split(np.frombuffer(ids, "<u4"), np.frombuffer(starts, "<u8")[1:-1].astype(np.int64))
 

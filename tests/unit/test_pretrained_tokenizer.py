@@ -119,74 +119,65 @@ def test_a_tokenizer_that_cannot_be_compared_is_said_and_stops_nothing(model, ru
     assert "have one tokenizer is not known: " in caplog.text
 
 
-@pytest.fixture
-def weights_and_dataset(tmp_path, monkeypatch):
-    """(folder of weights, dataset, a function that writes what meta.json records of its tokenizer)."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
-    for name in ("weights", "dataset"):
-        (tmp_path / name).mkdir()
-    meta = {"dtype": "uint32", "vocab_size": 60_000}
-
-    def record(tokenizer):
-        (tmp_path / "dataset" / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
-
-    return tmp_path / "weights", tmp_path / "dataset", record
-
-
-def change_json(folder, change) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(change(content) or content))
+def compare(tmp_path, recorded) -> bool | None:
+    meta = {"dtype": "uint32", "vocab_size": 60_000, "tokenizer": recorded}
+    (tmp_path / "dataset" / "meta.json").write_text(json.dumps(meta))
+    return another_tokenizer(tmp_path / "weights", tmp_path / "dataset")
 
 
 def older_form(content) -> None:
     """As earlier versions of the tokenizers library wrote it."""
     content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
-    for name in ("ignore_merges", "byte_fallback"):
-        del content["model"][name]
-    content["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    del content["model"]["ignore_merges"], content["truncation"]
 
 
-CHANGES = {  # {name: (change of the tokenizer.json beside the weights, is it another tokenizer)}
-    "the same": (lambda content: None, False),
-    "saved by an older version": (older_form, False),
-    "another rule": (lambda content: content.update(normalizer={"type": "NFC"}), None),
-    "another vocabulary": (lambda content: content["model"]["vocab"].update({"b": 97, "a": 98}), True),
-}
+@pytest.mark.parametrize(
+    "change, another",
+    [
+        (lambda content: None, False),
+        (older_form, False),
+        (lambda content: content.update(normalizer={"type": "NFC"}), None),
+        (lambda content: content["model"]["vocab"].update(a=65, b=64), True),
+    ],
+)
+def test_hashes_tell_whether_two_files_are_one_tokenizer(tmp_path, change, another):
+    (tmp_path / "dataset").mkdir()
+    path = small_bpe(tmp_path / "weights")
+    content = json.loads(path.read_text())
+    content["model"] |= {"vocab": content["model"]["vocab"] | {"ab": 256}, "merges": [["a", "b"]]}
+    path.write_text(json.dumps(content))
+    recorded = keep_tokenizer(tmp_path / "dataset", open_tokenizer(str(path)))
+    change(content)
+    path.write_text(json.dumps(content))
+    assert compare(tmp_path, recorded) is another
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_hashes_tell_whether_two_files_are_one_tokenizer(weights_and_dataset, tmp_path, name):
-    weights, dataset, record = weights_and_dataset
-    own = open_tokenizer(str(small_bpe(tmp_path / "own")))
-    record(keep_tokenizer(dataset, own))
-    shutil.copy(tmp_path / "own" / "tokenizer.json", weights)
-    change, another = CHANGES[name]
-    change_json(weights, change)
-    assert another_tokenizer(weights, dataset) is another
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_gpt2_and_characters_are_known_in_a_tokenizer_json_too(weights_and_dataset, by_hand):
-    weights, dataset, record = weights_and_dataset
-    shared("tiktoken_cache")
+def test_gpt2_and_characters_are_known_in_a_tokenizer_json_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    for name in ("weights", "dataset"):
+        (tmp_path / name).mkdir()
     gpt2, chars = open_tokenizer("gpt2"), CharTokenizer("ab")
-    for recorded in ("gpt2" if by_hand else keep_tokenizer(dataset, gpt2), chars.meta):
-        record(recorded)
-        for tokenizer in (gpt2, chars):
-            write_tokenizer(weights, tokenizer, None)
-            same = (tokenizer is chars) == (recorded is chars.meta)
-            assert another_tokenizer(weights, dataset) is not same
+    for tokenizer in (gpt2, chars):
+        write_tokenizer(tmp_path / "weights", tokenizer, None)
+        for recorded in (keep_tokenizer(tmp_path / "dataset", gpt2), "gpt2"):
+            assert compare(tmp_path, recorded) is (tokenizer is chars)
+        assert compare(tmp_path, chars.meta) is (tokenizer is gpt2)
 
 
-def test_a_tokenizer_model_is_known_by_its_file(weights_and_dataset):
-    weights, dataset, record = weights_and_dataset
-    write_model(weights)
-    record(keep_tokenizer(dataset, open_tokenizer(str(weights))))
-    assert another_tokenizer(weights, dataset) is False
-    write_model(weights, *READ["neither"])
-    assert another_tokenizer(weights, dataset) is None
-    record({"kind": "tiktoken", "name": "gpt2"})
-    assert another_tokenizer(weights, dataset) is True
+def test_a_tokenizer_model_is_known_by_its_file_and_in_a_tokenizer_json_by_its_pieces(tmp_path):
+    (tmp_path / "dataset").mkdir()
+    write_model(tmp_path / "weights")
+    tokenizer = open_tokenizer(str(tmp_path / "weights"))
+    recorded = keep_tokenizer(tmp_path / "dataset", tokenizer)
+    assert compare(tmp_path, recorded) is False
+    write_model(tmp_path / "weights", *READ["neither"])
+    assert compare(tmp_path, recorded) is True
+    (tmp_path / "weights" / "tokenizer.model").unlink()
+    write_tokenizer(tmp_path / "weights", open_tokenizer(str(tmp_path / "dataset")), None)
+    assert compare(tmp_path, recorded) is False  # the same hash
+    assert compare(tmp_path, recorded | {"sha256": "0" * 64}) is None
+    small_bpe(tmp_path / "weights")
+    assert compare(tmp_path, recorded) is True
 
 
 def test_no_export_takes_another_tokenizer_than_the_checkpoints(trained, tmp_path):

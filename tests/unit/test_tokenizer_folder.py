@@ -79,8 +79,6 @@ def test_special_tokens_of_other_files_change_no_id_of_a_text(tmp_path, case):
             {"add_prefix_space": True},
             "says add_prefix_space=True, and ByteLevel add_prefix_space=False",
         ),
-        (CONFIG, ["a"], "tokenizer_config.json is not JSON"),
-        (CONFIG, {"added_tokens_decoder": [1]}, "are not one tokenizer"),
     ],
 )
 def test_files_that_add_what_the_tokenizer_does_not_know_are_refused(tmp_path, name, content, reason):

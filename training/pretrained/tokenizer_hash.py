@@ -1,8 +1,5 @@
-"""Whether the tokens of a dataset are of the tokenizer beside some weights, by hashes alone: a training run
-imports no tokenizer library. Sampling and export compare ids (same_tokenizer.py).
-
-A tokenizer has several hashes: of its file; of the rules in a tokenizer.json, which programs write in several
-ways; and of its tokens, as tiktoken's encodings and characters have no file.
+"""Whether the tokens of a dataset are of the tokenizer beside some weights, by hashes and vocabularies: a
+training run imports no tokenizer library. Sampling and export compare ids (same_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -10,11 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from data.pipeline.meta_file import read_meta
-from data.tokenizers.json_file import byte_letters, file_hash, tokenizer_json
+from data.tokenizers.json_file import byte_letters, read_file, tokenizer_json
 from training.batches.sources import hash_json, tokenizer_identity
 
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
@@ -23,40 +20,56 @@ VOCABULARIES = (JSON, MODEL, "vocab.json")  # one of them makes a tokenizer
 HASHES = {"gpt2": "55ba63b3ccb2e9c5e730eab37414b42caf44d3cfb7c5cdca35db483aac55fc0e"}
 
 
+class Files(NamedTuple):
+    hashes: set[
+        str
+    ]  # of the files, and of the rules in a tokenizer.json, which programs write in several ways
+    tokens: list[str] | None  # of a tokenizer.json, in the order of their ids
+    without_file: str | None  # their hash in a dataset of tiktoken's tokens or of characters
+    model: bytes | None  # a tokenizer.model
+
+
 def another_tokenizer(weights: Path, dataset: Path) -> bool | None:
-    """None if that is not known; also where the same ids are the same text, but other rules cut a text into
-    them. Raises UserError."""
+    """None if that is not known: where the same ids are the same text, but other rules may cut a text into
+    them, or where nothing can be compared. Raises UserError."""
     recorded = read_meta(dataset)["tokenizer"] or {}
     known = tokenizer_identity(recorded)["sha256"] or HASHES.get(recorded.get("name", ""))
-    theirs, their_ids, of_their_tokens = _read_folder(weights)
-    if known is None or not theirs:
+    theirs = _read_files(weights)
+    if known is None or not theirs.hashes:
         return None
     if recorded.get("kind") in ("char", "tiktoken"):
-        return known != of_their_tokens
-    ours, our_ids, _ = _read_folder(dataset)
-    if theirs & {known, *ours}:
+        return known != theirs.without_file
+    ours = _read_files(dataset)
+    if theirs.hashes & {known, *ours.hashes}:
         return False
-    return None if None in (our_ids, their_ids) or our_ids == their_ids else True
+    if ours.tokens is not None and theirs.tokens is not None:
+        return None if ours.tokens == theirs.tokens else True
+    if ours.model is not None and theirs.model is not None:
+        return True
+    tokens, model = ours.tokens or theirs.tokens, ours.model or theirs.model
+    return True if tokens and model and not _lists(model, tokens) else None
 
 
-def _read_folder(folder: Path) -> tuple[set[str], dict[str, int] | None, str | None]:
-    """(the hashes of the tokenizer's files in a folder and of their rules, {token: id}, the hash of these
-    tokens as one of tiktoken or of characters has it). Raises UserError."""
-    found = {file_hash(folder / MODEL)} if (folder / MODEL).is_file() else set()
+def _read_files(folder: Path) -> Files:
+    """Raises UserError."""
+    model = read_file(folder / MODEL) if (folder / MODEL).is_file() else None
+    hashes = set() if model is None else {hashlib.sha256(model).hexdigest()}
     if not (folder / JSON).is_file():
-        return found, None, None
+        return Files(hashes, None, None, model)
     content = tokenizer_json(folder / JSON)
     try:
         tokenizer = json.loads(content)
-        model, vocab = tokenizer["model"], tokenizer["model"]["vocab"]
-        ids = vocab if isinstance(vocab, dict) else {text: i for i, (text, _) in enumerate(vocab)}
+        kind, vocab = tokenizer["model"]["type"], tokenizer["model"]["vocab"]
+        tokens = (
+            sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else [text for text, _ in vocab]
+        )
         special = {token["content"] for token in tokenizer.get("added_tokens") or [] if token["special"]}
-        tokens = [text for text in sorted(ids, key=ids.__getitem__) if text not in special]
-        of_tokens = hash_json("".join(tokens)) if model["type"] == "WordLevel" else _hash_of_bytes(tokens)
-        found |= {hashlib.sha256(content.encode()).hexdigest(), _hash_of_rules(tokenizer)}
+        plain = [text for text in tokens if text not in special]
+        without_file = hash_json("".join(plain)) if kind == "WordLevel" else _hash_as_tiktoken(plain)
+        hashes |= {hashlib.sha256(content.encode()).hexdigest(), _hash_of_rules(tokenizer)}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / JSON} is not a tokenizer.json that can be read: {error}") from None
-    return found, ids, of_tokens
+    return Files(hashes, tokens, without_file, model)
 
 
 def _hash_of_rules(tokenizer: dict[str, Any]) -> str:
@@ -66,11 +79,21 @@ def _hash_of_rules(tokenizer: dict[str, Any]) -> str:
     return hash_json([tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer"), model])
 
 
-def _hash_of_bytes(tokens: list[str]) -> str | None:
-    """As that of an encoding of tiktoken's with these tokens; None if they are not bytes."""
+def _hash_as_tiktoken(tokens: list[str]) -> str | None:
+    """None if the tokens are not bytes."""
     letters = {letter: byte for byte, letter in byte_letters().items()}
     try:
         vocabulary = sorted(bytes(letters[letter] for letter in token) for token in tokens)
     except KeyError:
         return None
     return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
+
+
+def _lists(model: bytes, tokens: list[str]) -> bool:
+    """Whether a tokenizer.model has these tokens in this order. The byte before each is its length."""
+    place = 0
+    for piece in (token.encode() for token in tokens):
+        place = model.find((bytes([len(piece)]) if len(piece) < 128 else b"") + piece, place) + 1
+        if not place:
+            return False
+    return True
