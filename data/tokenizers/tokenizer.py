@@ -36,10 +36,11 @@ class Tokenizer(Protocol):
 
 
 SubwordTokenizer = TiktokenTokenizer | FileTokenizer | SentencePieceTokenizer
-OF_FILES = {
+# {kind in meta.json: class}
+OF_FILES: dict[str, type[FileTokenizer] | type[SentencePieceTokenizer]] = {
     "tokenizers": FileTokenizer,
     "sentencepiece": SentencePieceTokenizer,
-}  # {kind in meta.json: class}
+}
 
 # --- by the name that a user gives ---
 
