@@ -37,6 +37,8 @@ class SentencePieceTokenizer:
                 "text is cut into words; take the tokenizer.json, which transformers saves"
             )
         try:
+            if not content:  # which the library takes for no file
+                raise ValueError("it is empty")
             self.model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not a SentencePiece model that can be read: {error}") from None
