@@ -89,21 +89,23 @@ def peak_growth(script: str, *arguments) -> float:
 
 
 def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
+    pytest.importorskip("fastokens", reason="needs fastokens, to read 44 MB in seconds")
     (tmp_path / "small.txt").write_text("some words " * 100_000)
-    (tmp_path / "large.txt").write_text("some words " * 1_000_000)  # 11 MB in one line
+    (tmp_path / "large.txt").write_text("some words " * 4_000_000)  # 44 MB in one line
     script = """
 from pathlib import Path
 from data.pipeline import document_pieces, units
-from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.file_tokenizer import FileTokenizer, use_fastokens
 document_pieces.PIECE_CHARS = units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
+use_fastokens(tokenizer)
 folder = Path(sys.argv[1]).parent / "out"
 (folder / "units").mkdir(parents=True)
 def work(path):
     unit = units.Unit(0, "train", ((path, "a.txt"),), None)
     units.tokenize(unit, folder, tokenizer, units.Settings(256, None, 0.1, 1 << 30), 0)
 """
-    assert peak_growth(script, tmp_path / "small.txt", tmp_path / "large.txt", bpe) < 8
+    assert peak_growth(script, tmp_path / "small.txt", tmp_path / "large.txt", bpe) < 16
 
 
 def test_a_huge_row_group_takes_no_memory_of_its_size(tmp_path):
