@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from support.corpora import HARD
@@ -32,7 +31,6 @@ BEFORE = {
 WITH_JSON = [name for name in READ if name in BEFORE]
 NO_JSON = {
     "symbols": {"normalizer": READ["user_defined_symbols"][0], "types": READ["user_defined_symbols"][1]},
-    "suffix": {"trainer": {**TRAINER, "treat_whitespace_as_suffix": True}},
     "unigram": {"trainer": {**TRAINER, "model_type": 1}},
 }
 
@@ -110,7 +108,7 @@ def test_a_dataset_keeps_the_file_and_opens_it_again(tmp_path):
 
 
 def test_without_the_library_the_error_says_how_to_get_it(tmp_path, monkeypatch):
-    path: Path = write_model(tmp_path)
+    path = write_model(tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match=f"{path} needs the sentencepiece library: pip install sentencepiece"):
         open_tokenizer(str(tmp_path))
