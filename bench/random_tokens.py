@@ -19,7 +19,7 @@ import numpy as np
 from common.arguments import whole_number
 from common.command import run_command
 from common.durable_file import new_folder
-from data.pipeline.small_dataset import write_dataset
+from data.pipeline.preparation import write_dataset
 from training.configuration.keys import ROOT
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again

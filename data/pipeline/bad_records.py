@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from common.errors import UserError
 from common.text import one_line
 
-BAD_LISTED = 20  # bad records that a message or a unit's manifest describes; all are counted
+BAD_LISTED = 20  # bad records that a message or a part's manifest describes; all are counted
 SHOWN_COLUMNS = 500  # characters of the names that exist, where one is missing
 
 

@@ -9,8 +9,8 @@ from common.cgroups import usable_cores
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
 WORKERS_MAX = 1024  # processes of one machine
@@ -33,8 +33,8 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     add("--output", type=user_folder, default=output, metavar="DIR", help=where)
     add("--workers", type=whole_number(1, WORKERS_MAX), default=cores, help="processes (default: one a core)")
     add("--val_fraction", type=float, default=val_fraction, help=of_documents)
-    add("--max_tokens", type=count, help="about this many tokens, from all parts of the input")
-    add("--shard_tokens", type=count, default=1 << 28, help="most tokens in a file (default: 268 M)")
+    add("--max_tokens", type=count, help="so many tokens, of every file a share")
+    add("--shard_tokens", type=count, default=1 << 28, help="most tokens of a file (default: 268 M)")
     add("--max_bad", type=whole_number(0, TOKENS_MAX), default=0, help=bad)
     add("--splits", choices=("names", "ignore"), default="names", help=names)
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
@@ -52,11 +52,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -> Settings:
+def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int | None) -> Settings:
     bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
     if args.bos is not None and bos_id is None:
         raise UserError(f"--bos {args.bos}: the tokenizer has no such token")
-    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, splits=args.splits)
+    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, args.max_tokens, splits=args.splits)
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -75,7 +75,7 @@ def make_dataset(
     """Calls prepare() with these options, and prints a report."""
     job, folder = make_job(args), args.output
     try:
-        meta = prepare(files, folder, tokenizer, settings, source, job, args.max_tokens, store=store)
+        meta = prepare(files, folder, tokenizer, settings, source, job, store)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("what is complete is kept: the same command goes on") from None
     print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")

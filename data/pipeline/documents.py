@@ -8,6 +8,7 @@ What cannot be read becomes a BadRecord and is never left out in silence.
 import hashlib
 import io
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import BinaryIO
 from common.errors import UserError
 from data.pipeline.bad_records import BadRecord, MissingColumn
 from data.pipeline.decompression import is_disk_error, open_decompressed
-from data.pipeline.mds import is_shard
-from data.pipeline.mds_samples import read_texts
+from data.pipeline.mds import read_samples
 from data.pipeline.parquet import read_values
 
 # A file with one of these is one document, read as it stands: also the tags of .html, the markup of .md.
@@ -121,8 +121,11 @@ def read_mds(
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
     used."""
-    for number, text in read_texts(path):
-        yield number, BadRecord(f"{path}, sample {number} is not UTF-8 text") if text is None else text
+    for number, [(_, value)] in enumerate(read_samples(path, ["text"])):
+        try:
+            yield number, str(value, "utf-8")
+        except UnicodeDecodeError:
+            yield number, BadRecord(f"{path}, sample {number} is not UTF-8 text")
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -160,7 +163,7 @@ def read_records(
 
 
 def _reader(path: Path) -> Callable:
-    if is_shard(path):
+    if re.search(r"\.mds(\.\w+)?$", path.name):
         return read_mds
     return read_rows if path.suffix == ".parquet" else read_lines
 

@@ -15,9 +15,9 @@ from typing import Any
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import how_to_make, is_plain_name
-from data.pipeline.document_lengths import MOST_LENGTH
 from data.pipeline.token_files import (
     DTYPES,
+    MOST_LENGTH,
     SPLITS,
     UINT16_IDS,
     is_count,

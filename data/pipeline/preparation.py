@@ -1,226 +1,60 @@
 """From raw text to a dataset of any size: with many processes, and safe to stop at any moment.
 
-The sorted input files are grouped into units, and units.py makes the token files of each unit. This module
-plans the units and runs them. When the manifest of every unit is there, it writes meta.json, last, from the
-manifests in their order. The plan depends only on the names and sizes of the input files. The trap: files
-that another plan left in the folder look like those of this plan, so plan.json says which plan they belong
-to.
+parts.py plans the parts of the input and makes one; this module makes all that have no manifest, and then
+writes meta.json, last, from the manifests in their order. The trap: files that another plan left in the
+folder look like those of this plan, so plan.json says which plan they belong to.
 """
 
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field, replace
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from common.durable_file import write_bytes, write_json
+import numpy as np
+
+from common.durable_file import create, write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
-from data.pipeline.disk_space import check_disk_space
-from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.input_files import say_files
-from data.pipeline.manifests import COUNTS, read_manifests
-from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
-from data.pipeline.single_files import join, read_joined
-from data.pipeline.splits import say_splits, splits_of_files, threshold
-from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
-from data.pipeline.units import Settings, Unit
-from data.pipeline.workers import run_units
+from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta, wrong_token_file
+from data.pipeline.parts import (
+    COUNTS,
+    PART_BYTES,
+    Part,
+    Settings,
+    give_names,
+    hashes_of,
+    plan_parts,
+    text_size,
+    write_files,
+)
+from data.pipeline.splits import say_splits, threshold
+from data.pipeline.token_files import LENGTHS, SPLITS, is_count, smallest_dtype, stored_dtype
+from data.pipeline.verified import damaged_files, wrong_size
+from data.pipeline.workers import run_parts
 from data.tokenizers.file_tokenizer import use_fastokens
+from data.tokenizers.json_file import tokenizer_json
 from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer, keep_tokenizer
 
-UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
-UNITS = 256  # about so many for a small input, so that many workers can share it
-PART_BYTES = 32 << 20  # at least so many has a part of a file: seconds of work
+VERSION = 2  # of plan.json; what had none was made of units/, which were joined
+LONG_BYTES = 8 * PART_BYTES  # of text in a file that cannot be divided: worth a line
 LARGE_SHARE = 0.2  # of the tokens: a larger share for validation is a loss that few want
 FAST_BYTES = 8 << 20  # input bytes from which on fastokens saves more time than it takes to open it
-
-
-# --- the plan ---
-
-
-@dataclass
-class _Group:
-    """The input files of one unit while they are collected."""
-
-    split: str | None
-    span: tuple[int, int] | None  # of the only file, if it is divided
-    files: list[tuple[str, str]] = field(default_factory=list)
-    size: int = 0  # bytes
-
-
-def _spans(path: Path, size: int, most: int) -> list[tuple[int, int] | None]:
-    """(first byte, byte after the last) of the parts of a file, none of which is larger than `most`; [None]
-    if it is not divided: a compressed file can be read only from its beginning."""
-    if size <= most or path.suffix not in (".jsonl", ".parquet"):
-        return [None]
-    count = -(-size // most)
-    return [(size * k // count, size * (k + 1) // count) for k in range(count)]
-
-
-def plan_units(
-    files: list[Path],
-    settings: Settings,
-    max_tokens: int | None = None,
-    unit_bytes: int | None = None,
-    store: Disk | Hub = ON_DISK,
-) -> tuple[list[Unit], str]:
-    """The units, and a hash of what decides them: names and sizes of the input files, and their parts.
-
-    data/pipeline/splits.py says the split of a file. max_tokens is divided among the units by their size,
-    without a remainder; the dataset has fewer tokens only if the text of a unit has fewer tokens than the
-    unit's part of max_tokens. Downloads are not divided: each unit fetches and deletes its own files.
-    """
-    # abspath does not follow links: in the hub's cache, the file that a link points to has another name
-    absolute = [Path(os.path.abspath(path)) for path in files]
-    root = Path(os.path.commonpath([path.parent for path in absolute]))
-    named = [(path, path.relative_to(root).as_posix()) for path in absolute]
-    sizes = [store.size(path) for path in absolute]
-    unit_bytes = unit_bytes or min(UNIT_BYTES, sum(sizes) // UNITS)
-    divides = not isinstance(store, Hub)
-    splits = splits_of_files([name for _, name in named], settings)
-    listing: list[tuple] = []
-    groups: list[_Group] = []
-    for (path, name), split, size in zip(named, splits, sizes, strict=True):
-        spans = _spans(path, size, max(unit_bytes, PART_BYTES)) if divides else [None]
-        listing.append((name, size, len(spans)) if len(spans) > 1 else (name, size))
-        for span in spans if split != "test" else []:
-            here = span[1] - span[0] if span else size
-            together = groups and (groups[-1].split, groups[-1].span) == (split, span)
-            if not together or groups[-1].size + here > unit_bytes:
-                groups.append(_Group(split, span))
-            groups[-1].files.append((str(path), name))
-            groups[-1].size += here
-    total = sum(group.size for group in groups)
-    units, end = [], 0
-    for number, group in enumerate(groups):
-        begin, end = end, end + group.size
-        unit_tokens = None
-        if max_tokens is not None:
-            unit_tokens = max_tokens * end // max(1, total) - max_tokens * begin // max(1, total)
-        units.append(Unit(number, group.split, tuple(group.files), unit_tokens, group.span))
-    return units, hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-# --- the dataset ---
-
-
-def with_threshold(settings: Settings, units: list[Unit], store: Disk | Hub = ON_DISK) -> Settings:
-    """The settings, and the hash below which a document is for validation. It is not looked for in files that
-    say their split, or are not on this disk yet."""
-    if any(unit.split for unit in units) or isinstance(store, Hub):
-        return settings
-    return replace(settings, val_below=threshold(units, settings))
-
-
-def begun_otherwise(folder: Path, differ: list[str]) -> UserError:
-    return UserError(
-        f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
-        "--output, or --no-resume to delete what is there. With a meta.json, it is complete and trains as is"
-    )
-
-
-def _refuse_link(folder: Path) -> None:
-    if (folder / "units").is_symlink():
-        raise UserError(f"{folder / 'units'} is a link, through which nothing is written; remove it")
-
-
-def delete_dataset(folder: Path) -> None:
-    _refuse_link(folder)
-    leftovers = [*folder.glob("meta.*"), folder / "plan.json", *folder.glob("units/*")]
-    leftovers += [file for split in SPLITS for file in folder.glob(f"{split}*.bin*")]
-    for leftover in leftovers:
-        leftover.unlink(missing_ok=True)
-
-
-def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
-    """Returns if all that is in the folder belongs to this plan. UserError if not, unless resume is False:
-    then what is there is deleted."""
-    path = folder / "plan.json"
-    _refuse_link(folder)
-    if not resume:
-        delete_dataset(folder)
-    if path.is_file():
-        try:
-            old = read_json(path)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}); --no-resume deletes what is there") from None
-        differ = [key for key in plan | old if old.get(key) != plan.get(key)]
-        if differ:
-            raise begun_otherwise(folder, differ)
-    elif any(folder.glob("*.bin")):
-        raise UserError(f"{folder} holds a dataset made otherwise; pass another --output or --no-resume")
-    (folder / "units").mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        write_json(path, plan)
-
-
-def assemble(
-    folder: Path,
-    manifests: list[dict],
-    tokenizer: SubwordTokenizer,
-    eot_id: int | None,
-    source: str,
-) -> dict:
-    """Write tokenizer.json, meta.pkl and, last, meta.json."""
-    meta_tokenizer = keep_tokenizer(folder, tokenizer)
-    files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
-    files = {name: files[name] for name in sorted(files)}
-    meta = describe(tokenizer.vocab_size, meta_tokenizer, eot_id, source, files)
-    for split, tokens in count_tokens(meta).items():
-        if tokens == 0:
-            raise UserError(
-                f"the {split} split of {folder} would hold no tokens; use more text or another --val_fraction"
-            )
-    for key in COUNTS:
-        meta[key] = sum(manifest[key] for manifest in manifests)
-    write_bytes(folder / "meta.pkl", nanogpt_meta(tokenizer.vocab_size, meta_tokenizer))
-    write_json(folder / "meta.json", meta)
-    return meta
-
-
-def finish(
-    units: list[Unit],
-    folder: Path,
-    tokenizer: SubwordTokenizer,
-    settings: Settings,
-    source: str,
-    max_bad: int,
-) -> dict:
-    """Check all units together and make a dataset of them."""
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    joined = read_joined(folder, dtype)
-    found = [joined] if joined else read_manifests(units, folder, dtype)
-    manifests = [manifest for manifest in found if manifest is not None]
-    if len(manifests) < len(found):
-        raise UserError(f"token files in {folder} were changed meanwhile; run the same command again")
-    bad = [line for manifest in manifests for line in manifest["bad_records"]]
-    total = sum(manifest["bad"] for manifest in manifests)
-    if total > max_bad:
-        for unit, manifest in zip(units, manifests, strict=False):
-            if manifest["bad"]:  # made again, as the record may be repaired meanwhile
-                unit.manifest_path(folder).unlink(missing_ok=True)
-        raise too_many_bad(total, bad, max_bad)
-    if not joined:
-        if not settings.tokens:
-            manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
-        say_splits(units, manifests, folder)
-        joined = join(manifests, folder, settings.shard_tokens, tokenizer.vocab_size)
-        manifests = [joined] if joined else manifests
-    meta = assemble(folder, manifests, tokenizer, settings.eot_id, source)
-    if total:
-        print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:BAD_LISTED]))
-    tokens = count_tokens(meta)
-    share = tokens["val"] / sum(tokens.values())
-    if settings.val_fraction <= LARGE_SHARE < share and not any(unit.split for unit in units):
-        print(
-            f"warning: {100 * share:.0f} % of the tokens are for validation, although --val_fraction="
-            f"{settings.val_fraction:g}: it counts documents. Cut the long ones into several, or add text"
-        )
-    return meta
+BYTES_PER_TOKEN = 4  # of text, about: prose has 4 to 5, source code and small vocabularies 2 to 3
+GB = 1e9
+TOKEN_FILE = re.compile(
+    r"(?:train|val)(?:_(\d{6}))?(?:_\d{3})?\.bin(?:\.lengths)?"
+)  # and the number of its part
+TEMPORARY = re.compile(r"(?:(?:train|val|plan|meta|tokenizer)\w*\.[\w.]+|\d{6}\.\w+)\.tmp\d*")
 
 
 @dataclass(frozen=True)
@@ -239,39 +73,255 @@ def prepare(
     settings: Settings,
     source: str,
     job: Job,
-    max_tokens: int | None = None,
-    unit_bytes: int | None = None,
     store: Disk | Hub = ON_DISK,
+    part_bytes: int | None = None,
 ) -> dict:
     """Makes the dataset. Returns the content of meta.json."""
-    units, listing = plan_units(files, settings, max_tokens, unit_bytes, store)
-    read = {path for unit in units for path, _ in unit.files}
+    parts, listing = plan_parts(files, settings, store, part_bytes)
+    read = {file.path: file.size for part in parts for file in part.files}
     of_test = [path for path in files if os.path.abspath(path) not in read]
     say_files("left out", of_test, "the test split, by their names; --splits=ignore reads all files alike")
-    whole = {path for path in read if path.endswith((".gz", ".zst")) and store.size(path) > UNIT_BYTES}
+    packed = [path for path in read if path.endswith((".gz", ".zst"))]
+    whole = [path for path in packed if text_size(path, read[path]) > LONG_BYTES]
     say_files("not divided", whole, "compressed: one worker reads each, and begins it again after a kill")
-    settings = with_threshold(settings, units, store)
     plan = {
+        "version": VERSION,
         **settings.to_dict(),
         "input": listing,
         "tokenizer": hash_tokenizer(tokenizer),
-        "max_tokens": max_tokens,
-        "unit_bytes": unit_bytes,
     }
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
-        dtype = smallest_dtype(tokenizer.vocab_size)
         start_or_resume(folder, plan, job.resume)
-        found = [] if read_joined(folder, dtype) else read_manifests(units, folder, dtype)
-        missing = [unit for unit, manifest in zip(units, found, strict=False) if manifest is None]
+        found = read_manifests(parts, folder, smallest_dtype(tokenizer.vocab_size))
+        missing = [part for part, manifest in zip(parts, found, strict=True) if manifest is None]
+        remove_leftovers(folder, missing)
         if missing:
             (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
-            if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
-                check_disk_space(missing, folder, stored_dtype(dtype).itemsize, store.size)
-            size = sum(unit.size(store.size) for unit in missing)
-            needed = size if max_tokens is None else min(size, 4 * max_tokens)
-            fast = not settings.tokens and needed > FAST_BYTES and use_fastokens(tokenizer)
+            settings = with_threshold(settings, parts, store)
+            if not settings.columns:  # how many ids a shard of them holds is not known before it is read
+                check_disk_space(missing, folder, tokenizer.vocab_size)
+            fast = not settings.columns and _needed(missing, settings) > FAST_BYTES
+            fast = fast and use_fastokens(tokenizer)
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
-            run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)
-        return finish(units, folder, tokenizer, settings, source, job.max_bad)
+            run_parts(missing, folder, name, settings, workers, job.max_bad, store, fast)
+        return finish(parts, folder, tokenizer, settings, source, job.max_bad)
+
+
+def _needed(parts: list[Part], settings: Settings) -> int:
+    """About how many bytes of input are read."""
+    size = sum(part.size for part in parts)
+    return size if settings.max_tokens is None else min(size, BYTES_PER_TOKEN * settings.max_tokens)
+
+
+def with_threshold(settings: Settings, parts: list[Part], store: Disk | Hub = ON_DISK) -> Settings:
+    """The settings, and the hash below which a document is for validation. It is not looked for in files that
+    say their split, or are not on this disk yet."""
+    if any(file.split for part in parts for file in part.files) or isinstance(store, Hub):
+        return settings
+    below = threshold(hashes_of(parts, settings), settings.val_fraction, can_cut=not settings.columns)
+    return replace(settings, val_below=below, cut=below is None)
+
+
+def check_disk_space(parts: list[Part], folder: Path, vocab_size: int) -> None:
+    """Warns if the token files of these parts may not fit; UserError if they cannot. The sizes of the input
+    files tell it within a factor of two or three; nothing is read."""
+    free, tokens = shutil.disk_usage(folder).free, 0.0
+    for part in parts:
+        most = part.text_size if part.max_tokens is None else part.max_tokens
+        tokens += min(part.text_size / BYTES_PER_TOKEN, most)
+    needed = tokens * stored_dtype(smallest_dtype(vocab_size)).itemsize
+    state = (
+        f"the token files will take about {needed / GB:,.2f} GB and the disk of {folder} has "
+        f"{free / GB:,.2f} GB free"
+    )
+    fix = "make room, or use another --output or --max_tokens"
+    if needed > 3 * free:
+        raise UserError(f"{state}; {fix}")
+    if needed > free / 2:
+        print(f"warning: {state}. If it fills, what is complete is kept: {fix}")
+
+
+# --- what is there already ---
+
+
+def begun_otherwise(folder: Path, differ: list[str]) -> UserError:
+    return UserError(
+        f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
+        "--output, or --no-resume to delete what is there. With a meta.json, it is complete and trains as is"
+    )
+
+
+def _refuse_links(folder: Path) -> None:
+    for inside in (folder / "parts", folder / "units"):
+        if inside.is_symlink():
+            raise UserError(f"{inside} is a link, through which nothing is written; remove it")
+
+
+def delete_dataset(folder: Path) -> None:
+    """Also one of an earlier version, which had units/."""
+    _refuse_links(folder)
+    patterns = ["meta.*", "plan.json", "parts/*", "units/*", *(f"{split}*.bin*" for split in SPLITS)]
+    for leftover in chain.from_iterable(map(folder.glob, patterns)):
+        leftover.unlink(missing_ok=True)
+
+
+def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
+    """Returns if all that is in the folder belongs to this plan. UserError if not, unless resume is False:
+    then what is there is deleted."""
+    path = folder / "plan.json"
+    _refuse_links(folder)
+    if not resume:
+        delete_dataset(folder)
+    if path.is_file():
+        try:
+            old = read_json(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); --no-resume deletes what is there") from None
+        differ = [key for key in plan | old if old.get(key) != plan.get(key)]
+        if differ:
+            raise begun_otherwise(folder, ["version of this program"] if "version" in differ else differ)
+    elif any(folder.glob("*.bin")):
+        raise UserError(f"{folder} holds a dataset made otherwise; pass another --output or --no-resume")
+    (folder / "parts").mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        write_json(path, plan)
+
+
+def read_manifests(parts: list[Part], folder: Path, dtype: str) -> list[dict | None]:
+    """The parts' manifests; None for a part that has none, or whose token files are not what it says."""
+    manifests = [_read_manifest(part, folder, dtype) for part in parts]
+    files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
+    damaged = {name.removesuffix(LENGTHS) for name in damaged_files(folder, dtype, files)}
+    for name in sorted(damaged):
+        print(f"{folder / name} is damaged; it is made again")
+    return [m if m is not None and not damaged & m["files"].keys() else None for m in manifests]
+
+
+def _read_manifest(part: Part, folder: Path, dtype: str) -> dict | None:
+    """The manifest, if its fields are possible and its token files are there and have the sizes it says."""
+    try:
+        manifest = read_json(part.manifest(folder))
+    except (OSError, ValueError):
+        return None
+    files: Any = manifest.get("files")
+    texts = (manifest.get("bad_records"), manifest.get("val_files"))
+    is_possible = (
+        isinstance(files, dict)
+        and all(re.fullmatch(rf"({'|'.join(part.stems.values())})(_\d{{3}})?\.bin", name) for name in files)
+        and not any(wrong_token_file(name, file) for name, file in files.items())
+        and all(None not in map(file.get, ("tokens", "sha256", "max_id")) for file in files.values())
+        and all(isinstance(lines, list) and all(isinstance(s, str) for s in lines) for lines in texts)
+        and all(is_count(manifest.get(name)) for name in (*COUNTS, "val_documents"))
+    )
+    return manifest if is_possible and not wrong_size(folder, dtype, files) else None
+
+
+def remove_leftovers(folder: Path, missing: list[Part]) -> None:
+    """Deletes what killed processes left: temporary files, and token files of parts that are to be made."""
+    numbers = {None if part.alone else f"{part.number:06d}" for part in missing}
+    for path in (*folder.glob("parts/*.tmp*"), *folder.iterdir()):
+        token_file = TOKEN_FILE.fullmatch(path.name)
+        if TEMPORARY.fullmatch(path.name) or token_file and {None, token_file[1]} & numbers:
+            path.unlink()
+
+
+# --- the end ---
+
+
+def finish(
+    parts: list[Part],
+    folder: Path,
+    tokenizer: SubwordTokenizer,
+    settings: Settings,
+    source: str,
+    max_bad: int,
+) -> dict:
+    """Checks all parts together and writes tokenizer.json, meta.pkl and, last, meta.json."""
+    found = read_manifests(parts, folder, smallest_dtype(tokenizer.vocab_size))
+    manifests = [manifest for manifest in found if manifest is not None]
+    if len(manifests) < len(found):
+        raise UserError(f"token files in {folder} were changed meanwhile; run the same command again")
+    counts = {key: sum(manifest[key] for manifest in manifests) for key in COUNTS}
+    bad = [line for manifest in manifests for line in manifest["bad_records"]]
+    if counts["bad"] > max_bad:
+        for part, manifest in zip(parts, manifests, strict=True):
+            if manifest["bad"]:  # made again, as the record may be repaired meanwhile
+                part.manifest(folder).unlink(missing_ok=True)
+        raise too_many_bad(counts["bad"], bad, max_bad)
+    named = {file.name: file.split for part in parts for file in part.files if file.split}
+    hashes = {split: sorted(folder.glob(f"parts/*.{split}")) for split in SPLITS}
+    say_splits([name for name, split in named.items() if split == "val"], manifests, hashes)
+    files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
+    kept, vocab_size = keep_tokenizer(folder, tokenizer), tokenizer.vocab_size
+    meta = describe(vocab_size, kept, settings.eot_id, source, dict(sorted(files.items()))) | counts
+    tokens = count_tokens(meta)
+    if empty := [split for split in SPLITS if not tokens[split]]:
+        limit = "" if settings.max_tokens is None else f", more than --max_tokens={settings.max_tokens}"
+        raise UserError(
+            f"the {empty[0]} split of {folder} would hold no tokens; use more text{limit}, or another "
+            "--val_fraction, with --no-resume"
+        )
+    write_bytes(folder / "meta.pkl", nanogpt_meta(vocab_size, kept))
+    write_json(folder / "meta.json", meta)
+    if bad:
+        print(f"left out {counts['bad']} bad records:\n    " + "\n    ".join(bad[:BAD_LISTED]))
+    share = tokens["val"] / sum(tokens.values())
+    if settings.val_fraction <= LARGE_SHARE < share and not named:
+        print(
+            f"warning: {100 * share:.0f} % of the tokens are for validation, although --val_fraction="
+            f"{settings.val_fraction:g}: it counts documents. Cut the long ones into several, or add text"
+        )
+    return meta
+
+
+# --- a small dataset ---
+
+
+def write_dataset(
+    folder: str | Path,
+    splits: Mapping[str, Iterable[np.ndarray | list[int]]],
+    vocab_size: int,
+    tokenizer: dict,
+    eot_id: int | None,
+    source: str,
+) -> dict:
+    """Writes train.bin, val.bin, meta.json and meta.pkl in one pass, all or nothing; returns what meta.json
+    holds.
+
+    splits is {"train": chunks of ids, "val": chunks of ids}; few chunks are in memory at a time. tokenizer is
+    the .meta of a tokenizer. eot_id is the id that ends each document in the files, None when documents are
+    not marked. A dataset that is already there stays whole until the new one is complete on disk.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_preparation(folder):
+        if (folder / "plan.json").is_file():
+            raise UserError(f"{folder} holds a dataset made otherwise; pass another --output, or empty it")
+        documents = ((split, [ids]) for split, chunks in splits.items() for ids in chunks)
+        others: dict[str, bytes] = {}
+        try:
+            files = write_files(folder, {split: split for split in SPLITS}, documents, vocab_size)
+            for split in SPLITS:
+                if f"{split}.bin" not in files:
+                    raise UserError(
+                        f"{split}.bin of {folder} would hold no tokens; the input is too small to be split"
+                    )
+            others = {"meta.pkl": nanogpt_meta(vocab_size, tokenizer)}
+            if tokenizer["kind"] == "tokenizers":
+                others["tokenizer.json"] = content = tokenizer_json(tokenizer["file"]).encode()
+                sha256 = hashlib.sha256(content).hexdigest()
+                tokenizer = {**tokenizer, "file": "tokenizer.json", "sha256": sha256}
+            meta = describe(vocab_size, tokenizer, eot_id, source, files)
+            others["meta.json"] = (json.dumps(meta, indent=2) + "\n").encode()  # last
+            for name, content in others.items():
+                with create(folder / f"{name}.tmp") as file:
+                    file.write(content)
+            # From here on, the folder holds files of two datasets, so the old meta.json is deleted first.
+            (folder / "meta.json").unlink(missing_ok=True)
+            give_names(folder, [*files, *others])
+        finally:
+            for name in (*(f"{split}.bin" for split in SPLITS), *others):
+                (folder / f"{name}.tmp").unlink(missing_ok=True)
+        return meta

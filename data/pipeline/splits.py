@@ -7,17 +7,14 @@ validation text that was trained on makes the validation loss too low, and no er
 
 import math
 import re
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from common.errors import UserError
-from data.pipeline.documents import BadRecord, hash_document, is_one_document
+from data.pipeline.documents import is_one_document
 from data.pipeline.input_files import say_files
-from data.pipeline.token_files import SPLITS
-from data.pipeline.units import Settings, Unit, read_unit, token_unit
 
 # What a name begins with or ends in, apart from numbers; if it says two splits, the first of these counts.
 WORDS = {
@@ -46,13 +43,13 @@ def named_split(name: str) -> str | None:
     return None
 
 
-def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
+def splits_of_files(names: list[str], ignore: bool) -> list[str | None]:
     """The split of each input file; None: the hash of each document decides. "test" is not read. Raises
     UserError."""
     said = [named_split(name) for name in names]
     of_records = {s: name for s, name in zip(said, names, strict=True) if not is_one_document(Path(name))}
     # if the names of all say the same, they do not tell what to train on from what to validate on
-    if settings.splits == "ignore" or len(of_records) < 2:
+    if ignore or len(of_records) < 2:
         return [None] * len(names)
     if None in of_records or "train" not in of_records:
         shown = "; ".join(f"{split or 'no split'}: {name}" for split, name in of_records.items())
@@ -68,19 +65,22 @@ def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
 # --- few documents ---
 
 
-def threshold(units: list[Unit], settings: Settings) -> int:
+def threshold(hashes: Iterable[int], val_fraction: float, can_cut: bool) -> int | None:
     """A document, or a sample of token ids, is for validation if its hash is below this: val_fraction of all
     hashes. If that would leave a split without any document, the one with the nearest hash gets into it.
-    Reads documents until it has seen one of each split. Raises UserError if all hold the same."""
-    usual = math.ceil(settings.val_fraction * 2**64)
+    Takes hashes until there is one of each split. None: there is one document only, which can be cut. Raises
+    UserError if all are the same."""
+    usual = math.ceil(val_fraction * 2**64)
     least, most, count = 2**64, -1, 0
-    for hashed in chain.from_iterable(_hashes(unit, settings) for unit in units):
+    for hashed in hashes:
         least, most, count = min(least, hashed), max(most, hashed), count + 1
         if least < usual <= most:
             return usual
-    # an only document is cut in two, but not a sample, which has several
-    if count == 0 or count == 1 and not settings.tokens:
+    if count == 0:
         return usual
+    if count == 1 and can_cut:
+        print("there is one document, so its end is for validation")
+        return None
     if least == most:
         raise UserError(
             f"the input holds one text only ({count:,} documents or samples), so none can be for "
@@ -88,36 +88,25 @@ def threshold(units: list[Unit], settings: Settings) -> int:
         )
     split, which = ("validation", "smallest") if least >= usual else ("training", "largest")
     print(
-        f"--val_fraction={settings.val_fraction:g} of {count:,} documents leaves none for {split}: the one "
+        f"--val_fraction={val_fraction:g} of {count:,} documents leaves none for {split}: the one "
         f"whose text has the {which} hash is taken"
     )
     return least + 1 if least >= usual else most
 
 
-def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
-    if settings.tokens:
-        samples = token_unit(unit, settings, lambda reason: None)
-        yield from (origin.hashed for origin, *_ in samples)
-        return
-    for path, _, _, document in read_unit(unit, settings.text_key):
-        if not isinstance(document, BadRecord) and document != [""]:
-            yield hash_document(path, document)
-
-
 # --- what was decided ---
 
 
-def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
-    """Names the files for validation, and counts the documents in them that are also in training files."""
-    say_files(
-        "for validation", {n for unit in units if unit.split == "val" for _, n in unit.files}, "named so"
-    )
-    chosen = [name for manifest in manifests for name in manifest.get("val_files", [])]
-    held_out = sum(m.get("val_documents", len(m.get("val_files", []))) for m in manifests)
+def say_splits(named: Iterable[str], manifests: list[dict], hashes: dict[str, list[Path]]) -> None:
+    """Names the files for validation, and counts the documents in them that are also in training files.
+    named: files whose names say so. hashes: {split: files with the hashes of documents} of named files."""
+    say_files("for validation", named, "named so")
+    chosen = [name for manifest in manifests for name in manifest["val_files"]]
+    held_out = sum(manifest["val_documents"] for manifest in manifests)
     others = sum(manifest["documents"] for manifest in manifests) - held_out
     counts = f"{others:,} documents are for training, {held_out:,} for validation"
     say_files("for validation", chosen, f"by the hash of their text; {counts}")
-    twice, total = _overlap(units, folder)
+    twice, total = _overlap(hashes)
     if twice:
         print(
             f"warning: {twice:,} of {total:,} validation documents are training documents, too, so the "
@@ -125,13 +114,12 @@ def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
         )
 
 
-def _overlap(units: list[Unit], folder: Path) -> tuple[int, int]:
-    """(validation documents that are training documents, too; all of them), where files were named for them.
-    Memory holds the hashes of all validation documents, and of one unit for training."""
-    paths = {split: [u.hashes_path(folder) for u in units if u.split == split] for split in SPLITS}
-    held_out = [np.fromfile(path, "<u8") for path in paths["val"] if path.is_file()]
+def _overlap(paths: dict[str, list[Path]]) -> tuple[int, int]:
+    """(validation documents that are training documents, too; all of them). Memory holds the hashes of all
+    validation documents, and of one part for training."""
+    held_out = [np.fromfile(path, "<u8") for path in paths["val"]]
     hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *held_out]), return_counts=True)
     found = np.zeros(len(hashes), bool)
     for path in paths["train"]:
-        found |= np.isin(hashes, np.fromfile(path, "<u8") if path.is_file() else hashes[:0])
+        found |= np.isin(hashes, np.fromfile(path, "<u8"))
     return int(counts[found].sum()), int(counts.sum())

@@ -1,4 +1,10 @@
-"""Token files: flat little-endian token ids and nothing else (data/pipeline/token_writer.py writes them)."""
+"""Token files: flat little-endian token ids and nothing else (data/pipeline/parts.py writes them).
+
+Where no end-of-text ids are between documents, X.bin.lengths is beside X.bin: the tokens of each document, in
+order, which add up to those of the file, as little-endian uint32 and nothing else. The trap is a reader that
+does not know of lengths and takes all of the text for one document: a meta.json that names lengths has a
+format of its own, which such a reader refuses.
+"""
 
 import os
 import re
@@ -14,6 +20,9 @@ DTYPES = ("uint16", "uint32")
 UINT16_IDS = 65536  # the largest vocabulary whose ids, 0 to 65535, fit in two bytes
 UPPER_HALF = 16  # above the upper 16 bits of any id: vocabularies have less than 2**20 ids
 MOST_TOKENS = 1 << 60  # of a file
+LENGTHS = ".lengths"
+LENGTH_DTYPE = "uint32"
+MOST_LENGTH = 2**32 - 1  # tokens of a document
 # The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
 OTHER_FILES = {
     b"\x93NUMPY": "a NumPy array (.npy)",
@@ -34,6 +43,20 @@ def smallest_dtype(vocab_size: int) -> str:
 def stored_dtype(name: str) -> np.dtype:
     """The dtype of this name as the files hold it, whatever the byte order of the machine."""
     return np.dtype(name).newbyteorder("<")
+
+
+def lengths_name(name: str) -> str:
+    """The file of lengths that belongs to this token file."""
+    return name + LENGTHS
+
+
+def lengths_files(files: dict[str, dict]) -> dict[str, dict]:
+    """The files of lengths beside token files: {name: what meta.json says}, as of token files themselves."""
+    return {
+        lengths_name(name): {"tokens": each["documents"], "sha256": each["sha256"], "max_id": each["longest"]}
+        for name, each in ((name, file.get("lengths")) for name, file in files.items())
+        if each
+    }
 
 
 def is_of_split(name: str, split: str) -> bool:

@@ -7,7 +7,7 @@ same command again, also after a kill, takes the tokenizer that is there.
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
 from data.pipeline.documents import BadRecord, hash_document, is_one_document, read_records
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan_units, with_threshold
-from data.pipeline.units import Settings, Unit, origin_of
+from data.pipeline.parts import Part, Settings, halves, plan_parts
+from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, with_threshold
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.json_file import file_hash
@@ -44,18 +44,19 @@ def make_tokenizer(
     """The tokenizer in this folder; it is trained if it is not there. settings: of the dataset, with the
     eot_id of trained tokenizers."""
     assert settings.eot_id == EOT_ID, settings
-    units, listing = plan_units(files, settings)
+    parts, listing = plan_parts(files, settings)
     made_of = {"vocab_size": vocab_size, "eot": eot, "most_bytes": most_bytes, "input": listing}
-    made_of |= {"val_fraction": settings.val_fraction, "text_key": settings.text_key}
-    made_of |= {key: value for key, value in settings.to_dict().items() if key in ("split_by", "splits")}
+    made_of |= {"val_fraction": settings.val_fraction, "text_key": settings.text_key, "split_by": "text"}
+    decisive = {"splits": settings.splits != "names", "max_tokens": settings.max_tokens is not None}
+    made_of |= {name: getattr(settings, name) for name, is_said in decisive.items() if is_said}
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
         if not job.resume:
             delete_dataset(folder)
             (folder / RECORD).unlink(missing_ok=True)
         if not _is_there(folder, made_of):
-            settings = with_threshold(settings, units)
-            documents = training_documents(units, settings, job.max_bad, most_bytes)
+            settings = with_threshold(settings, parts)
+            documents = training_documents(parts, settings, job.max_bad, most_bytes)
             content = _train(pieces(documents, most_bytes), vocab_size, eot)
             write_content(folder, content, EOT_ID)
             write_json(folder / RECORD, {**made_of, "sha256": file_hash(folder / FILE)})
@@ -104,57 +105,35 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 
 
 def training_documents(
-    units: list[Unit], settings: Settings, max_bad: int, most_bytes: int
+    parts: list[Part], settings: Settings, max_bad: int, most_bytes: int
 ) -> Iterator[Iterable[str]]:
     """The documents for training, in their order; of very much text an even part of about most_bytes. A file
-    of text that is left out is not even opened. Of an only document, it is the beginning, as
-    empty_split.fill_empty_split() cuts it."""
-    every = max(1, math.ceil(sum(unit.text_size() for unit in units) / most_bytes))
-    documents = _documents(units, settings, max_bad, every)
-    beginnings = list(islice(documents, 2))
-    if len(beginnings) == 1:
-        yield beginning(beginnings[0][-1], units, 1 - settings.val_fraction)
-        return
-    for unit, path, name, number, document in islice(chain(beginnings, documents), 0, None, every):
-        hashed = 0 if unit.split else hash_document(path, document)
-        split = origin_of(unit, settings, path, name, number, hashed).split
-        if split == "train":
+    of text that is left out is not even opened. Of an only document, it is the beginning."""
+    every = max(1, math.ceil(sum(part.text_size for part in parts) / most_bytes))
+    for split, path, document in islice(_documents(parts, settings, max_bad, every), 0, None, every):
+        if settings.cut:
+            yield halves(path, document, 1 - settings.val_fraction)[0]
+        elif split == "train" or split is None and hash_document(path, document) >= settings.below:
             yield document
 
 
 def _documents(
-    units: list[Unit], settings: Settings, max_bad: int, every: int
-) -> Iterator[tuple[Unit, str, str, int, Iterable[str]]]:
-    """(unit, path, name, number, document) of all documents, of which every k-th is used."""
+    parts: list[Part], settings: Settings, max_bad: int, every: int
+) -> Iterator[tuple[str | None, str, Iterable[str]]]:
+    """(split that a name says, path, document) of all documents, of which every k-th is used."""
     good = bad = 0
     listed: list[str] = []  # of very many bad ones, the first
-    for unit, (path, name) in ((one, file) for one in units for file in one.files):
+    for part, (path, _, split, _) in ((each, file) for each in parts for file in each.files):
         unused = good % every and is_one_document(Path(path))
-        records = [(1, [])] if unused else read_records(Path(path), settings.text_key, unit.span)
-        for number, document in records:
+        for _, document in [(1, [])] if unused else read_records(Path(path), settings.text_key, part.span):
             if not isinstance(document, BadRecord):
                 good += 1
-                yield unit, path, name, number, document
+                yield split, path, document
                 continue
             bad += 1
             listed = [*listed, str(document)][:BAD_LISTED]
     if bad > max_bad:
         raise too_many_bad(bad, listed, max_bad)
-
-
-def beginning(document: Iterable[str], units: list[Unit], share: float) -> Iterator[str]:
-    """About this share of the only document."""
-    path = Path(units[0].files[0][0])
-    if not is_one_document(path):
-        (text,) = document
-        yield text[: int(share * len(text))]
-        return
-    left = int(share * path.stat().st_size)
-    for text in document:
-        yield text.encode()[:left].decode(errors="ignore")
-        left -= len(text.encode())
-        if left <= 0:
-            return
 
 
 def pieces(documents: Iterable[Iterable[str]], most_bytes: int) -> Iterator[str]:

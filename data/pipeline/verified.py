@@ -15,7 +15,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -26,26 +27,22 @@ from common.cgroups import usable_cores
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
-from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
-from data.pipeline.token_files import stored_dtype
+from data.pipeline.token_files import LENGTH_DTYPE, lengths_files, stored_dtype
 
 MEMORY, LOCK = ".verified.json", ".verified.lock"
 READ_BYTES = 1 << 24  # that each thread reads at a time
 THREADS = 16  # files that are read at the same time; hashing releases the interpreter lock
+REMEMBER_SECONDS = 10.0  # between the times at which results are stored while files are read
 LARGE = 10**9  # bytes; reading more takes seconds, so a progress bar is shown
 
 log = logging.getLogger("nanomfu")
 
 
-def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
-    """What must be the same as when the file was read. dtype and sha256 are what meta.json says."""
-    return [stat.st_size, stat.st_mtime_ns, dtype, sha256]
-
-
 def entry(path: Path, dtype: str, written: dict) -> dict:
-    """What to remember of a file. written: what meta.json says of it. Call this before the file is read, so
-    that a change of the file during the reading makes the entry invalid."""
-    return {"stamp": stamp(path.stat(), dtype, written.get("sha256")), "max_id": written.get("max_id")}
+    """What to remember of a file; while the stamp is the same, it need not be read again. written: what
+    meta.json says of it. Call this before the file is read, so that a change meanwhile is noticed."""
+    stat, sha256 = path.stat(), written.get("sha256")
+    return {"stamp": [stat.st_size, stat.st_mtime_ns, dtype, sha256], "max_id": written.get("max_id")}
 
 
 def recall(folder: Path) -> dict[str, dict]:
@@ -77,9 +74,9 @@ def remember(folder: Path, entries: dict[str, dict]) -> None:
 
 def remember_files(folder: Path, dtype: str, files: dict[str, dict]) -> None:
     """Remembers token files that were just written, and their files of lengths."""
-    entries = {name: entry(folder / name, dtype, file) for name, file in files.items()}
-    lengths = lengths_files(files).items()
-    remember(folder, entries | {name: entry(folder / name, LENGTH_DTYPE, file) for name, file in lengths})
+    listed = [(dtype, *each) for each in files.items()]
+    listed += [(LENGTH_DTYPE, *each) for each in lengths_files(files).items()]
+    remember(folder, {name: entry(folder / name, kind, file) for kind, name, file in listed})
 
 
 def forget(folder: Path, names: Set[str]) -> None:
@@ -90,41 +87,65 @@ def forget(folder: Path, names: Set[str]) -> None:
 
 def wrong_size(folder: Path, dtype: str, files: dict[str, dict]) -> str | None:
     """Which token file, or file of lengths, is not there or has another size than meta.json says."""
-    itemsize = stored_dtype(dtype).itemsize
-    sizes = {name: file["tokens"] * itemsize for name, file in files.items()}
-    listed = {lengths_name(name): file["lengths"] for name, file in files.items() if "lengths" in file}
-    sizes |= {name: lengths["documents"] * LENGTH_BYTES for name, lengths in listed.items()}
-    for path, size in ((folder / name, size) for name, size in sizes.items()):
-        if not path.is_file():
-            return f"{path} is missing or not a regular file"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}"
+    for kind, listed in ((dtype, files), (LENGTH_DTYPE, lengths_files(files))):
+        for name, file in listed.items():
+            path, size = folder / name, file["tokens"] * stored_dtype(kind).itemsize
+            if not path.is_file():
+                return f"{path} is missing or not a regular file"
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}"
     return None
+
+
+def remembered(folder: Path, dtype: str, files: dict[str, dict]) -> dict[str, int]:
+    """{name: largest id} of the files that were read before and have not changed since. files: {name: what
+    meta.json says of it}"""
+    known = recall(folder) if files else {}
+    return {
+        name: known[name]["max_id"]
+        for name in known.keys() & files.keys()
+        if known[name]["stamp"] == entry(folder / name, dtype, files[name])["stamp"]
+    }
+
+
+def read_files(
+    folder: Path, dtype: str, files: dict[str, dict], names: Iterable[str]
+) -> Iterator[tuple[str, str, int, bool]]:
+    """(name, sha256, largest id, whether meta.json says the same) of these files, in the order in which they
+    are finished. Good ones are remembered while others are read: after a stop, the next start goes on."""
+    entries = {name: entry(folder / name, dtype, files[name]) for name in names}
+    good, remembered_at = {}, time.monotonic()
+    try:
+        for path, sha256, max_id in read_whole([folder / name for name in entries], stored_dtype(dtype)):
+            said = files[path.name]
+            same = (sha256, max_id) == (said.get("sha256", sha256), said.get("max_id", max_id))
+            if same:
+                good[path.name] = entries[path.name] | {"max_id": max_id}
+            yield path.name, sha256, max_id, same
+            if good and time.monotonic() - remembered_at > REMEMBER_SECONDS:
+                remember(folder, good)
+                remembered_at = time.monotonic()
+    finally:
+        if good:
+            remember(folder, good)
 
 
 def damaged_files(
     folder: Path, dtype: str, files: dict[str, dict], again: bool = False, vocab_size: int | None = None
 ) -> set[str]:
-    """The names of the files that are not what meta.json says of them: {name: what it says}, and of the files
-    of lengths beside them. A file is read unless it was read before and has not changed since; with `again`,
-    in any case. UserError for ids outside of the vocabulary."""
-    known = {} if again else recall(folder)
-    entries = {name: entry(folder / name, dtype, written) for name, written in files.items()}
-    unread = [name for name in files if known.get(name, {}).get("stamp") != entries[name]["stamp"]]
+    """The names of the files that are not what meta.json says of them, and of files of lengths beside them. A
+    file is read unless it is remembered; with `again`, in any case. UserError for ids outside of the
+    vocabulary."""
     damaged = set()
-    for path, sha256, max_id in read_whole([folder / name for name in unread], stored_dtype(dtype)):
-        written = files[path.name]
-        if (sha256, max_id) != (written.get("sha256", sha256), written.get("max_id", max_id)):
-            damaged.add(path.name)
-        elif vocab_size is not None and max_id >= vocab_size:
-            raise UserError(
-                f"{path} contains token id {max_id:,}, but meta.json says vocab_size {vocab_size:,}"
-            )
-        entries[path.name]["max_id"] = max_id
-    if good := {name: entries[name] for name in unread if name not in damaged}:
-        remember(folder, good)
-    lengths = lengths_files(files)
-    return damaged | damaged_files(folder, LENGTH_DTYPE, lengths, again) if lengths else damaged
+    for kind, described in ((dtype, files), (LENGTH_DTYPE, lengths_files(files))):
+        known = {} if again else remembered(folder, kind, described)
+        for name, _, max_id, same in read_files(folder, kind, described, described.keys() - known.keys()):
+            if not same:
+                damaged.add(name)
+            elif kind == dtype and vocab_size is not None and max_id >= vocab_size:
+                says = f"meta.json says vocab_size {vocab_size:,}"
+                raise UserError(f"{folder / name} contains token id {max_id:,}, but {says}")
+    return damaged
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.input_files import say_files  # noqa: E402
 from data.pipeline.next_commands import report  # noqa: E402
-from data.pipeline.small_dataset import write_dataset  # noqa: E402
+from data.pipeline.preparation import write_dataset  # noqa: E402
 from data.tokenizers.bpe_training import EOT_ID, train_bpe  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 

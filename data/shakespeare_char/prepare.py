@@ -19,7 +19,7 @@ from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
 from data.huggingface import why_no_download  # noqa: E402
 from data.pipeline.next_commands import report  # noqa: E402
-from data.pipeline.small_dataset import write_dataset  # noqa: E402
+from data.pipeline.preparation import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
 from data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 

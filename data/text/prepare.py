@@ -33,8 +33,8 @@ from data.pipeline.command import (  # noqa: E402
 )
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_files  # noqa: E402
+from data.pipeline.parts import Settings  # noqa: E402
 from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
-from data.pipeline.units import Settings  # noqa: E402
 from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
 from data.tokenizers.choice import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
@@ -68,9 +68,8 @@ def main() -> None:
     if args.tokenizer:
         tokenizer = open_or_download_tokenizer(args.tokenizer)
     else:
-        trained = Settings(
-            EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key, splits=args.splits
-        )
+        limits = (args.shard_tokens, args.max_tokens)
+        trained = Settings(EOT_ID, None, args.val_fraction, *limits, args.text_key, args.splits)
         tokenizer = make_tokenizer(
             files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
         )

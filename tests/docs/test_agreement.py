@@ -18,8 +18,8 @@ import model_builder
 import model_config
 from bench import plan
 from data.pipeline.meta_file import describe
+from data.pipeline.parts import give_names, write_files
 from data.pipeline.token_files import SPLITS
-from data.pipeline.token_writer import ShardWriter
 from model_config import ModelConfig
 from ops.ffn_backend import FfnBackend
 from ops.recipe import Recipe
@@ -84,12 +84,11 @@ def test_training_reads_the_tokens_and_files_that_the_preparation_writes(tmp_pat
     rng, written, files = np.random.default_rng(0), {}, {}
     for split in SPLITS:
         written[split] = np.append(rng.integers(0, vocab_size, 999), vocab_size - 1)
-        for unit, part in enumerate(np.array_split(written[split], 3)):
-            writer = ShardWriter(tmp_path, split, unit, 100, vocab_size)
-            writer.write(part)
-            files |= writer.finish()
-    for name in files:
-        (tmp_path / f"{name}.tmp").rename(tmp_path / name)
+        for number, part in enumerate(np.split(written[split], [50, 400])):
+            stems, documents = {split: f"{split}_{number:06d}"}, [(split, [part])]
+            files |= write_files(tmp_path, stems, documents, vocab_size, most=100)
+    give_names(tmp_path, files)
+    assert {"train_000000.bin", "train_000001_000.bin"} < files.keys()  # one file, and several of a part
     meta = describe(vocab_size, {"kind": "tiktoken", "name": "gpt2"}, None, "random ids", files)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     keys = {**TINY, "dataset": str(tmp_path), "vocab_size": vocab_size, "eval_interval": 1}

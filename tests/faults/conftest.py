@@ -2,7 +2,7 @@
 
 import pytest
 from support.helpers import TINY, make_dataset, write_config
-from support.preparation import run_units_here, small_bpe
+from support.preparation import run_parts_here, small_bpe
 
 
 @pytest.fixture
@@ -25,4 +25,4 @@ def bpe(tmp_path):
 @pytest.fixture
 def here(monkeypatch):
     """Units of a dataset are made in this process."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    monkeypatch.setattr("data.pipeline.preparation.run_parts", run_parts_here)

@@ -15,13 +15,10 @@ import pytest
 import torch
 from support.checkpoint_parts import make_config, make_saver, make_state, save
 from support.packed_tokens import EOT, T, files_of
-from support.preparation import write_jsonl, write_small
-from support.three_units import make
+from support.preparation import write_small
+from support.three_parts import make
 
 from common import durable_file
-from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
-from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.document_starts import EndOfText
 from training.batches.packing import pack_documents
 from training.checkpoints.tensor_files import Part, write_parts
@@ -107,7 +104,7 @@ def disk(tmp_path, monkeypatch):
 
     def watched_rename(real):
         def rename(source, target):
-            if Path(source).absolute().is_relative_to(disk.root) and "tmp-delete" not in str(target):
+            if Path(source).absolute().is_relative_to(disk.root) and ".tmp" not in str(target):
                 assert disk.is_whole(Path(source)), f"{source} gets its name before its content is on disk"
             disk.note("name", target)
             real(source, target)
@@ -222,38 +219,20 @@ def test_what_earlier_attempts_recorded_is_on_disk_before_an_attempt_adds_its_ow
 # --- datasets ---
 
 
-def test_token_files_are_on_disk_before_the_manifest_of_their_unit_and_meta_json(disk, bpe):
-    meta = make(disk.root, bpe, shard_tokens=150)
+@pytest.mark.parametrize(("part_bytes", "shard_tokens"), [(1, 10**6), (None, 10**6), (1, 30)])
+def test_token_files_are_on_disk_before_the_manifest_of_their_part_and_meta_json(
+    disk, bpe, part_bytes, shard_tokens
+):
+    meta = make(disk.root, bpe, part_bytes, shard_tokens)
     disk.end()
     assert disk.order()[0] == "plan.json" and disk.order()[-1] in ("meta.json", ".verified.json")
-    manifests = [path for path in disk.order() if path.startswith("units/")]
-    assert len(manifests) == 3
+    manifests = [path for path in disk.order() if path.startswith("parts/")]
+    assert len(manifests) == (3 if part_bytes else 1)
     for path in manifests:
         files = json.loads((disk.root / path).read_text())["files"]
         assert files and disk.named(path).before >= set(files), path
     assert disk.named("meta.json").before >= {*meta["files"], *manifests, "plan.json"}
     assert disk.durable() >= {*meta["files"], "meta.json", "meta.pkl", "tokenizer.json"}
-
-
-def test_joined_token_files_are_on_disk_before_those_of_the_units_are_deleted(disk, bpe):
-    make(disk.root, bpe)
-    disk.end()
-    files, units = {"train.bin", "val.bin"}, ("train_", "val_", "units/0")
-    joined = {*files, "units/joined.json"}
-    assert disk.named("units/joined.json").before >= files
-    deleted = [event for event in disk.events if event.kind == "delete" and event.path.startswith(units)]
-    assert len(deleted) >= 6
-    assert all(event.before >= joined for event in (*deleted, disk.named("meta.json")))
-    assert disk.durable() >= {*files, "meta.json", "meta.pkl", "tokenizer.json"}
-
-
-def test_a_document_that_moves_to_the_empty_split_is_on_disk_before_the_manifest_says_so(disk, bpe, tmp_path):
-    text = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one"])
-    prepare([text], disk.root, FileTokenizer(bpe), Settings(256, None, 1e-9, 7), "test", Job())
-    disk.end()
-    files = json.loads((disk.root / "units" / "000000.json").read_text())["files"]
-    assert any(name.startswith("val_") for name in files)
-    assert disk.named("units/000000.json").before >= set(files)
 
 
 def test_a_small_dataset_is_on_disk_before_its_files_have_their_names(disk):

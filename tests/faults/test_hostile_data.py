@@ -14,7 +14,7 @@ import pytest
 from support.helpers import edit_json, make_dataset
 from support.hostile_files import no_hang, pairs  # noqa: F401 - no_hang is a fixture
 from support.preparation import small_bpe, write_jsonl, write_small
-from support.three_units import config, contents, corpus, make
+from support.three_parts import config, contents, corpus, make
 
 import data.inspect.__main__ as inspect
 from common.command import run_command
@@ -25,8 +25,8 @@ from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.hub import open_hub
 from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import read_meta
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text_prepare
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -40,11 +40,11 @@ SECRET = b"somebody else's file"
 
 # --- nothing is written through a link ---
 
-WRITTEN = ("plan.json", "units/000000.json", "units/joined.json", "meta.json", "meta.pkl", "tokenizer.json")
+WRITTEN = ("plan.json", "parts/000000.json", "meta.json", "meta.pkl", "tokenizer.json")
 NAMES = [
-    *(".prepare.lock", ".part-finish.lock", ".part-0-of-2.lock", "train_000000_000.bin", "train.bin"),
+    *(".prepare.lock", ".part-finish.lock", ".part-0-of-2.lock", "train_000000.bin", "train.bin"),
     *(f"{name}{end}" for name in (*WRITTEN, ".verified.json") for end in ("", ".tmpPID")),
-    *("train_000000_000.bin.tmp", "train.bin.tmp", "val.bin.tmp"),
+    *("train_000000_000.bin.tmp", "train_000.bin.tmp", "val_000.bin.tmp"),
     *("meta.json.tmp", "meta.pkl.tmp", "tokenizer.json.tmp"),
 ]
 
@@ -53,7 +53,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, resume):
     def planted(folder: Path) -> Path:
-        (folder / "units").mkdir(parents=True, exist_ok=True)
+        (folder / "parts").mkdir(parents=True, exist_ok=True)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(outside)
         return folder
@@ -62,7 +62,7 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, res
     outside = tmp_path / "outside"
     outside.write_bytes(SECRET)
     folder = planted(tmp_path / "large")
-    for job in ({"resume": resume}, {"shard_tokens": 100}):
+    for job in ({"resume": resume}, {"part_bytes": None}):
         with contextlib.suppress(UserError):  # it may refuse what it finds
             make(folder, bpe, **job)
     with contextlib.suppress(UserError):
@@ -81,10 +81,10 @@ def elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_units_folder_that_is_a_link_is_refused(tmp_path, bpe, here, resume, elsewhere):
+def test_parts_folder_that_is_a_link_is_refused(tmp_path, bpe, here, resume, elsewhere):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "units").symlink_to(elsewhere)
-    with pytest.raises(UserError, match="units is a link"):
+    (tmp_path / "out" / "parts").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="parts is a link"):
         make(tmp_path / "out", bpe, resume=resume)
 
 
@@ -190,16 +190,15 @@ def test_meta_that_begins_with_a_byte_order_mark_is_read(tmp_path):
 
 def make_again(bpe: Path, out: Path, name: str, spoil) -> None:
     """A dataset in which this manifest is spoilt becomes what it was."""
-    shard_tokens = 100 if name == "units/000000.json" else 10**6
-    make(out, bpe, shard_tokens)
+    make(out, bpe)
     wanted = contents(out)
     spoil(out / name)
-    make(out, bpe, shard_tokens)
+    make(out, bpe)
     assert contents(out) == wanted
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json", ".verified.json"])
+@pytest.mark.parametrize("name", ["parts/000000.json", ".verified.json"])
 def test_hostile_manifest_or_memory_is_made_again(tmp_path, bpe, here, name, kind):
     out, spoil = tmp_path / "out", lambda path: (path.unlink(), HOSTILE[kind](path))
     if kind == "folder":  # no file can take its place, and it is not ours to delete
@@ -212,15 +211,14 @@ def test_hostile_manifest_or_memory_is_made_again(tmp_path, bpe, here, name, kin
 
 A_FILE = {"tokens": 1, "sha256": "0" * 64, "max_id": 0}
 WRONG_MANIFESTS = [
-    *({"files": files} for files in ([], {"../outside.bin": A_FILE}, {"train_000001_000.bin": A_FILE})),
+    *({"files": files} for files in ([], {"../outside.bin": A_FILE}, {"train_000001.bin": A_FILE})),
     *({"file": fields} for fields in ({"tokens": True}, {"tokens": "5"}, {"sha256": None}, {"max_id": -5})),
     *({"documents": None}, {"documents": -1}, {"bad": 1e400}, {"bad_records": [5]}, {"bad_records": "text"}),
 ]
 
 
 @pytest.mark.parametrize("change", WRONG_MANIFESTS, ids=str)
-@pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json"])
-def test_manifest_with_a_wrong_field_counts_as_none(tmp_path, bpe, here, name, change):
+def test_manifest_with_a_wrong_field_counts_as_none(tmp_path, bpe, here, change):
     def spoil(path: Path) -> None:
         files = json.loads(path.read_text())["files"]
         if "file" in change:
@@ -228,7 +226,7 @@ def test_manifest_with_a_wrong_field_counts_as_none(tmp_path, bpe, here, name, c
         else:
             edit_json(path, **change)
 
-    make_again(bpe, tmp_path / "out", name, spoil)
+    make_again(bpe, tmp_path / "out", "parts/000000.json", spoil)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -1,5 +1,5 @@
-"""What prepare() promises of one folder: two preparations exclude each other, and a small dataset becomes
-train.bin and val.bin, also after a stop at any step."""
+"""What prepare() promises of one folder: two preparations exclude each other, a dataset of one part is
+train.bin and val.bin, and a stop at any step is repaired."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.helpers import make_dataset
 from support.preparation import write_small
-from support.three_units import config, contents, make
+from support.three_parts import config, contents, make
 
 import data.inspect.__main__ as inspect
 from common.errors import UserError
@@ -41,48 +41,50 @@ def test_small_dataset_does_not_mix_with_another_preparation(tmp_path, bpe, here
         write_small(tmp_path)
 
 
-# --- a small dataset is train.bin and val.bin ---
+# --- a dataset of one part is train.bin and val.bin ---
 
 
-def test_dataset_that_fits_into_one_file_a_split_is_train_bin_and_val_bin(tmp_path, bpe, here):
-    shards = make(tmp_path / "shards", bpe, shard_tokens=150)["files"]
-    assert len(shards) > 4
-    assert list(make(tmp_path / "out", bpe)["files"]) == ["train.bin", "val.bin"]
+def test_a_dataset_of_one_part_is_train_bin_and_val_bin(tmp_path, bpe, here):
+    several = make(tmp_path / "several", bpe)["files"]
+    assert "train_000001.bin" in several and len(several) > 4
+    assert list(make(tmp_path / "out", bpe, None)["files"]) == ["train.bin", "val.bin"]
     for split in ("train", "val"):
-        names = sorted(name for name in shards if name.startswith(split))
-        parts = b"".join((tmp_path / "shards" / name).read_bytes() for name in names)
+        names = sorted(name for name in several if name.startswith(split))
+        parts = b"".join((tmp_path / "several" / name).read_bytes() for name in names)
         assert (tmp_path / "out" / f"{split}.bin").read_bytes() == parts
     assert len(list((tmp_path / "out").glob("*.bin"))) == 2
     inspect.check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
     open_dataset(config(tmp_path / "out", vocab_size=257, block_size=8), scan=True)
 
 
-def test_finished_dataset_is_not_made_again_and_its_units_are_gone(tmp_path, bpe, here, monkeypatch):
-    meta = make(tmp_path / "out", bpe)
+def test_finished_dataset_is_not_made_again(tmp_path, bpe, here, monkeypatch):
+    meta = make(tmp_path / "out", bpe, None)
     before = contents(tmp_path / "out")
-    monkeypatch.setattr("data.pipeline.preparation.run_units", None)  # none is missing
-    assert make(tmp_path / "out", bpe) == meta and contents(tmp_path / "out") == before
+    monkeypatch.setattr("data.pipeline.preparation.run_parts", None)  # none is missing
+    assert make(tmp_path / "out", bpe, None) == meta and contents(tmp_path / "out") == before
     assert set(before) == {
         *("train.bin", "val.bin", "meta.json", "meta.pkl", "tokenizer.json", "plan.json"),
-        "units/joined.json",
+        "parts/000000.json",
     }
 
 
 STEPS = {"replace": os, "unlink": Path, "fsync": os}
 
 
+@pytest.mark.parametrize("part_bytes", [1, None])
 @pytest.mark.parametrize("step", STEPS)
-def test_stop_at_any_step_of_joining_is_repaired_by_the_same_command(tmp_path, bpe, here, monkeypatch, step):
-    make(tmp_path / "wanted", bpe)
+def test_stop_at_any_step_is_repaired_by_the_same_command(tmp_path, bpe, here, monkeypatch, step, part_bytes):
+    options = (bpe, part_bytes, 30)  # of several files
+    make(tmp_path / "wanted", *options)
     wanted = contents(tmp_path / "wanted")
     failing, stopped = 0, True
     while stopped:
         failing, folder = failing + 1, tmp_path / f"{failing}"
-        stopped = stop_at(monkeypatch, step, failing, lambda folder=folder: make(folder, bpe))
+        stopped = stop_at(monkeypatch, step, failing, lambda folder=folder: make(folder, *options))
         assert failing < 100
         if stopped and (folder / "meta.json").exists():  # complete, or not there
             inspect.check_files(folder, read_meta(folder), hashes=True)
-        make(folder, bpe)
+        make(folder, *options)
         assert contents(folder) == wanted, failing
     assert failing > 5
 
@@ -118,8 +120,8 @@ def test_damaged_train_bin_is_made_again(tmp_path, bpe, here):
         content = path.read_bytes()
         path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
 
-    make(tmp_path / "out", bpe)
+    make(tmp_path / "out", bpe, None)
     wanted = contents(tmp_path / "out")
     flip(tmp_path / "out" / "train.bin")
-    make(tmp_path / "out", bpe)
+    make(tmp_path / "out", bpe, None)
     assert contents(tmp_path / "out") == wanted

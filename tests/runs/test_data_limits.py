@@ -13,10 +13,9 @@ from support.helpers import HANG_S, ROOT
 from support.preparation import shared, small_bpe, write_jsonl
 
 from common.errors import UserError
-from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.preparation import plan_units
-from data.pipeline.units import Settings, Unit
+from data.pipeline.hub import Disk
+from data.pipeline.parts import File, Part, Settings, plan_parts, write_part
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import open_tokenizer
@@ -32,14 +31,14 @@ def bpe(tmp_path) -> Path:
 
 def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
     files = write_corpus(tmp_path / "in")
-    units_, _ = plan_units(files, Settings(256, None, 0.1, 3000), 6001, 1)
-    assert sum(unit.max_tokens for unit in units_) == 6001
+    parts, _ = plan_parts(files, Settings(256, None, 0.1, 3000, 6001), part_bytes=1)
+    assert len(parts) == 6 and sum(part.max_tokens for part in parts) == 6001
     meta = make(files, tmp_path / "out", bpe, max_tokens=6001)
     assert sum(file["tokens"] for file in meta["files"].values()) == 6001
-    for unit in units_:
-        parts = [np.fromfile(path, dtype="<u2") for path in (tmp_path / "out").glob(f"*_{unit.number:06d}_*")]
-        assert sum(map(len, parts)) == unit.max_tokens
-        assert all(ids[-1] == 256 for ids in parts)  # also the document that was cut ends
+    for part in parts:
+        found = [np.fromfile(path, dtype="<u2") for path in (tmp_path / "out").glob(f"*_{part.number:06d}*")]
+        assert sum(map(len, found)) == part.max_tokens
+        assert all(ids[-1] == 256 for ids in found)  # also the document that was cut ends
 
     make(files, tmp_path / "two", bpe, max_tokens=6001, workers=2)
     wanted = tokens_and_meta(tmp_path / "out")
@@ -48,18 +47,65 @@ def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
     assert make(files, tmp_path / "more", bpe, max_tokens=10**6)["files"] == all_of_it["files"]
 
 
+class Sizes(Disk):
+    """Files that are not there."""
+
+    def size(self, path) -> int:
+        return {".jsonl": 10**11, ".zst": 15_100_000}[Path(path).suffix]
+
+
+def test_very_much_text_is_a_few_thousand_parts():
+    settings = Settings(256, None, 0.1, 3000, splits="ignore")
+    parts, _ = plan_parts([Path("in/a.jsonl")], settings, Sizes())  # 100 GB
+    assert len(parts) == 2981 and max(part.size for part in parts) <= 32 << 20
+    assert all(one.span[1] == next_one.span[0] for one, next_one in zip(parts, parts[1:], strict=False))
+    slimpajama = [Path(f"in/{number}.jsonl.zst") for number in range(59_166)]  # 893 GB
+    assert 4000 < len(plan_parts(slimpajama, settings, Sizes())[0]) < 4300
+
+
+def part_of(*paths: Path, split: str | None = "train", max_tokens: int | None = None) -> Part:
+    files = [File(str(path), path.name, split, path.stat().st_size) for path in paths]
+    (paths[0].parent / "out" / "parts").mkdir(parents=True, exist_ok=True)
+    return Part(0, tuple(files), max_tokens=max_tokens)
+
+
+def test_of_the_files_of_a_part_each_gives_its_share_and_a_document_is_only_cut_where_it_is_much_more(
+    tmp_path, bpe
+):
+    """A file of many documents gives whole ones; of long texts, each is cut."""
+    lines = [write_jsonl(tmp_path / f"{n}.jsonl", [f"{n}" * 99] * 90) for n in range(3)]
+    small = [tmp_path / f"{n}.txt" for n in range(300)]
+    for n, path in enumerate(small):
+        path.write_text(f"{n % 10}" * 999)
+    books = [tmp_path / f"book{n}.txt" for n in range(3)]
+    for n, path in enumerate(books):
+        path.write_text(f"{n}" * 90_000)
+    for paths, most, wanted in (
+        (lines, 3000, {"0": (990, 1089), "1": (990, 1089), "2": (800, 1089)}),
+        (books, 9000, {"0": (3000, 3035), "1": (2960, 3035), "2": (2900, 3035)}),
+        (small, 270_000, {}),
+    ):
+        part, settings = part_of(*paths, max_tokens=most), Settings(256, None, 0.1, 10**6)
+        manifest = write_part(part, tmp_path / "out", FileTokenizer(bpe), settings, 0)
+        ids = np.fromfile(tmp_path / "out" / "train_000000.bin", "<u2")
+        text = FileTokenizer(bpe).decode(ids.tolist())
+        assert len(ids) == most and ids[-1] == 256
+        for char, (least, largest) in wanted.items():
+            assert least <= text.count(char) <= largest, (char, text.count(char))
+    assert 268 < manifest["documents"] < 272  # whole ones
+
+
 @pytest.mark.parametrize(
     ("share", "text"),
     {1: "|", 2: "a|", 4: "abc|", 5: "abc||", 7: "abc|de|", 8: "abc|def|", 9: "abc|def|"}.items(),
 )
 def test_a_share_of_one_token_is_an_end_of_text(tmp_path, bpe, share, text):
-    (tmp_path / "out" / "units").mkdir(parents=True)
-    path = write_jsonl(tmp_path / "a.jsonl", ["abc", "def"])
-    unit, told = Unit(0, "train", ((str(path), "a.jsonl"),), share), []
+    part, told = part_of(write_jsonl(tmp_path / "a.jsonl", ["abc", "def"]), max_tokens=share), []
     settings = Settings(256, None, 0.1, 3000)
-    units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 0, told.append)
-    ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2")
-    assert sum(told) == len(ids)
+    count = lambda *counts: told.append(counts)  # noqa: E731
+    manifest = write_part(part, tmp_path / "out", FileTokenizer(bpe), settings, 0, count)
+    ids = np.fromfile(tmp_path / "out" / "train_000000.bin", dtype="<u2")
+    assert np.sum(told, axis=0).tolist() == [manifest["documents"], len(ids)]
     assert FileTokenizer(bpe).decode(ids).replace("<|endoftext|>", "|") == text
 
 
@@ -94,16 +140,16 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     (tmp_path / "large.txt").write_text("some words " * 4_000_000)  # 44 MB in one line
     script = """
 from pathlib import Path
-from data.pipeline import document_pieces, units
+from data.pipeline import document_pieces, parts
 from data.tokenizers.file_tokenizer import FileTokenizer, use_fastokens
-document_pieces.PIECE_CHARS = units.PIECE_CHARS = 1 << 17
+document_pieces.PIECE_CHARS = parts.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 use_fastokens(tokenizer)
 folder = Path(sys.argv[1]).parent / "out"
-(folder / "units").mkdir(parents=True)
+(folder / "parts").mkdir(parents=True)
 def work(path):
-    unit = units.Unit(0, "train", ((path, "a.txt"),), None)
-    units.tokenize(unit, folder, tokenizer, units.Settings(256, None, 0.1, 1 << 30), 0)
+    part = parts.Part(0, (parts.File(path, "a.txt", "train", 1),))
+    parts.write_part(part, folder, tokenizer, parts.Settings(256, None, 0.1, 1 << 30), 0)
 """
     assert peak_growth(script, tmp_path / "small.txt", tmp_path / "large.txt", bpe) < 16
 
@@ -148,8 +194,8 @@ def test_a_disk_that_takes_no_more_leaves_what_was_complete(tmp_path, bpe, monke
             make(files, out, bpe, shard_tokens=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert {path.name for path in out.glob("units/*")} >= {"000000.json", "000001.json"}
-    assert not list(out.glob("*_000002_*")) and not (out / "meta.json").exists()
+    assert {path.name for path in out.glob("parts/*")} >= {"000000.json", "000001.json"}
+    assert not list(out.glob("*_000002*")) and not (out / "meta.json").exists()
     make(files, out, bpe, shard_tokens=1 << 20)
     assert tokens_and_meta(out) == tokens_and_meta(tmp_path / "whole")
 
@@ -160,7 +206,7 @@ def test_a_disk_that_is_much_too_small_is_refused_before_work_starts(tmp_path, b
 
     def disk_with(free: float):
         monkeypatch.setattr(
-            "data.pipeline.disk_space.shutil.disk_usage", lambda path: usage._replace(free=int(free))
+            "data.pipeline.preparation.shutil.disk_usage", lambda path: usage._replace(free=int(free))
         )
 
     disk_with(needed / 3.1)
@@ -267,30 +313,27 @@ def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe, 
                 raise EncodeError("it overflows")
             return super().encode_arrays(texts)
 
-    (tmp_path / "out" / "units").mkdir(parents=True)
     texts = ["abc", "some words " * 200_000 + "overflow", "def"]
     paths = [tmp_path / f"{number}.txt" for number in range(3)]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
     if kind == "lines":
         paths = [write_jsonl(tmp_path / "a.jsonl", texts)]
-    unit = Unit(0, "train", tuple((str(path), path.name) for path in paths), None)
-    record = units.tokenize(unit, tmp_path / "out", Fails(bpe), Settings(256, None, 0.1, 3000), 1)
+    record = write_part(part_of(*paths), tmp_path / "out", Fails(bpe), Settings(256, None, 0.1, 3000), 1)
     assert (record["documents"], record["bad"]) == (2, 1)
     place = f"{paths[0]}, record 2" if kind == "lines" else f"{paths[1]}, record 1"
     assert record["bad_records"] == [f"{place}: it overflows"]
-    ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2").tolist()
+    ids = np.fromfile(tmp_path / "out" / "train_000000.bin", dtype="<u2").tolist()
     assert FileTokenizer(bpe).decode(ids) == "abc<|endoftext|>def<|endoftext|>"
 
 
-def test_a_unit_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path, bpe):
-    (tmp_path / "out" / "units").mkdir(parents=True)
+def test_a_part_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path, bpe):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": 3}\n' * 1000)
-    unit, settings = Unit(0, "train", ((str(path), "a.jsonl"),), None), Settings(256, None, 0.1, 3000)
+    part, settings = part_of(path), Settings(256, None, 0.1, 3000)
     with pytest.raises(UserError, match="more than --max_bad=5 bad records, such as: .* line 26 is not"):
-        units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 5)
-    assert units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 980)["bad"] == 1000
+        write_part(part, tmp_path / "out", FileTokenizer(bpe), settings, 5)
+    assert write_part(part, tmp_path / "out", FileTokenizer(bpe), settings, 980)["bad"] == 1000
 
 
 def test_a_million_blank_lines_are_a_bad_record_for_tiktoken(monkeypatch):

@@ -15,7 +15,15 @@ import pytest
 from support import warm_python
 from support.corpora import HARD, make, tokens_and_meta, write_corpus
 from support.helpers import HANG_S, ROOT, TINY
-from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
+from support.preparation import (
+    ENVIRONMENT,
+    SHARED_DATA,
+    prepare_command,
+    run_prepare,
+    shared,
+    small_bpe,
+    write_jsonl,
+)
 
 from common.errors import UserError
 from data.pipeline import document_pieces
@@ -114,7 +122,7 @@ def test_workers_and_parts_change_no_byte_and_no_document_is_lost(tmp_path, bpe)
     files = write_corpus(tmp_path / "in")
     make(files, tmp_path / "one", bpe)
     wanted = tokens_and_meta(tmp_path / "one")
-    assert len(wanted) > 6 * 2 + 2 + 6  # shards of 3000 tokens: several of a unit
+    assert len(wanted) > 6 * 2 + 2 + 6  # files of 3000 tokens: several of a part
 
     make(files, tmp_path / "two", bpe, workers=2)
     assert tokens_and_meta(tmp_path / "two") == wanted
@@ -132,20 +140,17 @@ def corpus(tmp_path_factory) -> dict:
     write_corpus(folder / "in", files=8, lines=4000)
     tokenizer = shared("tokenizers/hf/gpt2")
     options = ["--input", folder / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
-    options += ["--shard_tokens", 50_000]  # so that the files of the units stay
     assert start_prepare(options, folder / "out").wait(timeout=HANG_S) == 0
     return {"options": options, "bytes": tokens_and_meta(folder / "out")}
 
 
 def start_prepare(options: list, out: Path) -> subprocess.Popen:
-    command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *options, "--output", out]
-    return warm_python.Popen(
-        list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    command = prepare_command("slimpajama_6b_gpt2", *options, "--output", out, part_bytes=400_000)
+    return warm_python.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def kill_after_units(process: subprocess.Popen, out: Path, count: int):
-    while len(list(out.glob("units/*.json"))) < count and process.poll() is None:
+def kill_after_parts(process: subprocess.Popen, out: Path, count: int):
+    while len(list(out.glob("parts/*.json"))) < count and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -9
@@ -155,20 +160,20 @@ def kill_after_units(process: subprocess.Popen, out: Path, count: int):
 @pytest.mark.slow
 def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_path):
     out = tmp_path / "killed"
-    kill_after_units(start_prepare(corpus["options"], out), out, 2)
-    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}
+    kill_after_parts(start_prepare(corpus["options"], out), out, 2)
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("parts/*.json")}
     assert 0 < len(kept) < 8
     assert start_prepare(corpus["options"], out).wait(timeout=HANG_S) == 0
     assert tokens_and_meta(out) == corpus["bytes"]
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}.items()
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("parts/*.json")}.items()
     assert not list(out.rglob("*.tmp*"))
 
 
-def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
+def test_a_part_that_lost_a_file_is_made_again(tmp_path, bpe):
     files = write_corpus(tmp_path / "in", files=2)
     make(files, tmp_path / "out", bpe)
     before = tokens_and_meta(tmp_path / "out")
-    next((tmp_path / "out").glob("train_000001_*.bin")).unlink()
+    next((tmp_path / "out").glob("train_000001*.bin")).unlink()
     make(files, tmp_path / "out", bpe)
     assert tokens_and_meta(tmp_path / "out") == before
 
@@ -269,7 +274,7 @@ def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
     with pytest.raises(UserError, match="is missing from"):
         open_dataset(config_of(out), scan=False)
     path.write_bytes(content)
-    (out / "train_000009_000.bin").write_bytes(content)
+    (out / "train_000009.bin").write_bytes(content)
     with pytest.raises(UserError, match="is not listed in"):
         open_dataset(config_of(out), scan=False)
 

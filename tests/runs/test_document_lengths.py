@@ -159,8 +159,11 @@ def write_train(*lengths):
 
 
 WRONG = {
-    "missing": (lambda f: (f / "train.bin.lengths").unlink(), "is missing or does not hold the 2 lengths"),
-    "longer": (write_train(1, 1, 1), "does not hold the 2 lengths"),
+    "missing": (
+        lambda f: (f / "train.bin.lengths").unlink(),
+        "lengths is missing or not a regular",
+    ),
+    "longer": (write_train(1, 1, 1), "has 12 bytes, meta.json says 8"),
     "changed": (write_train(2500, 2500), "not the file that"),
     "count": (change_meta(lambda m: m["files"]["train.bin"]["lengths"].update(documents=-1)), "-1 documents"),
     "format 1": (change_meta(lambda m: m.update(format=1)), "format 1, in which train.bin has"),

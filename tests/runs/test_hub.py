@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import warm_python
 from support.helpers import HANG_S, ROOT
-from support.preparation import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
+from support.preparation import ENVIRONMENT, prepare_command, run_prepare, shared, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline.hub import Hub, open_hub
@@ -130,18 +129,25 @@ def hub(tmp_path):
     server.server_close()
 
 
-def tokens(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in [*folder.glob("*.bin"), *folder.glob("units/*.json")]}
+def prepare(*arguments, env=ENVIRONMENT) -> subprocess.CompletedProcess:
+    return run_prepare("slimpajama_6b_gpt2", *arguments, env=env, part_bytes=1000)
+
+
+def tokens(folder: Path) -> list[bytes]:
+    """Of each split, in the order of training; the parts differ, as downloads are not divided."""
+    names = sorted(json.loads((folder / "meta.json").read_text())["files"])
+    splits = [[name for name in names if name.startswith(split)] for split in ("train", "val")]
+    return [b"".join((folder / name).read_bytes() for name in split) for split in splits]
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory) -> dict[str, bytes]:
+def wanted(tmp_path_factory) -> list[bytes]:
     """The token files as they are when the files are on disk already."""
     folder = tmp_path_factory.mktemp("local")
     fill(folder / "hub")
     shared("tiktoken_cache")
     out = folder / "out"
-    assert run_prepare("slimpajama_6b_gpt2", "--input", folder / "hub", "--output", out).returncode == 0
+    assert prepare("--input", folder / "hub", "--output", out).returncode == 0
     return tokens(out)
 
 
@@ -149,13 +155,13 @@ def wanted(tmp_path_factory) -> dict[str, bytes]:
 def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_missing(hub, wanted, tmp_path):
     text, out = tmp_path / "text", tmp_path / "out"
     arguments = ["--text", text, "--output", out, "--workers", "2"]
-    command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *map(str, arguments)]
+    command = prepare_command("slimpajama_6b_gpt2", *arguments, part_bytes=1000)
     hub.troubles = ["cut", "stall"]
     process = warm_python.Popen(
         command, cwd=ROOT, env=hub.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + HANG_S
-    while len(hub.log) < 7 or len(list(out.glob("units/*.json"))) < 2:  # of 3: all but the large file's
+    while len(hub.log) < 7 or len(list(out.glob("parts/*.json"))) < 1:  # of 2: all but the large file's
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
@@ -166,7 +172,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
     assert len(names) == len(set(names)) == 5 and "test/0.jsonl" not in names
 
     hub.log.clear()
-    result = run_prepare("slimpajama_6b_gpt2", *arguments, env=hub.environment)
+    result = prepare(*arguments, env=hub.environment)
     assert result.returncode == 0, result.stderr
     assert hub.log == [("train/0.jsonl", 0)]
     assert tokens(out) == wanted
@@ -174,7 +180,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
 
     hub.log.clear()
     env = {**hub.environment, "HF_HUB_OFFLINE": "1"}  # the text is here, and nothing is asked of the hub
-    assert run_prepare("slimpajama_6b_gpt2", *arguments, "--no-resume", env=env).returncode == 0
+    assert prepare(*arguments, "--no-resume", env=env).returncode == 0
     assert hub.log == [] and tokens(out) == wanted
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.corpora import HARD, tokens_and_meta
 from support.helpers import ROOT, last_run
-from support.preparation import run_units_here, small_bpe, write_jsonl
+from support.preparation import run_parts_here, small_bpe, write_jsonl
 
 import sample
 from common.command import USER_ERROR, run_command
@@ -19,9 +19,9 @@ from data.pipeline import trained_tokenizer
 from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import read_meta
-from data.pipeline.preparation import plan_units, with_threshold
+from data.pipeline.parts import Settings, plan_parts
+from data.pipeline.preparation import with_threshold
 from data.pipeline.trained_tokenizer import pieces, training_documents
-from data.pipeline.units import Settings
 from data.text import prepare as text_prepare
 from data.tokenizers.bpe_training import train_bpe
 from plots import plot_single_run
@@ -47,7 +47,7 @@ def corpus(tmp_path) -> Path:
 @pytest.fixture
 def prepare(monkeypatch, capsys):
     """prepare(*arguments): what the command prints. A UserError is raised."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    monkeypatch.setattr("data.pipeline.preparation.run_parts", run_parts_here)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # commands for a CPU, on any machine
 
     def prepare(*arguments) -> str:
@@ -128,7 +128,7 @@ def test_the_same_command_goes_on_and_trains_no_other_tokenizer(prepare, corpus,
             patch.setattr(trained_tokenizer, place, killed)
             prepare(*train(corpus, out))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("data.pipeline.preparation.run_units", killed)  # while the tokens are made
+        patch.setattr("data.pipeline.preparation.run_parts", killed)  # while the tokens are made
         prepare(*train(corpus, out))
     monkeypatch.setattr(trained_tokenizer, "train_bpe", killed)
     prepare(*train(corpus, out))
@@ -180,8 +180,8 @@ def test_too_many_ids_for_the_text_are_told_and_what_results_works(prepare, corp
     assert "warning: little text for 400 ids" in prepare(*train(corpus, tmp_path / "more"))
 
 
-def units_of(*paths: Path) -> list:
-    return plan_units(list(paths), Settings(0, None, 0.1, 1000))[0]
+def parts_of(*paths: Path) -> list:
+    return plan_parts(list(paths), Settings(0, None, 0.1, 1000))[0]
 
 
 def texts(documents) -> list[str]:
@@ -193,8 +193,8 @@ def test_the_tokenizer_learns_from_no_document_that_is_held_out(prepare, tmp_pat
     rows = [f"number {i} {prose(i, 30)}" for i in range(60)]
     for name, count, fraction in (("many", 60, 0.2), ("few", 2, 0.001), ("all", 3, 0.999), ("one", 1, 0.3)):
         path = write_jsonl(tmp_path / f"{name}.jsonl", rows[:count])
-        settings = with_threshold(Settings(0, None, fraction, 1000), units_of(path))
-        learned = texts(training_documents(units_of(path), settings, 0, 10**9))
+        settings = with_threshold(Settings(0, None, fraction, 1000), parts_of(path))
+        learned = texts(training_documents(parts_of(path), settings, 0, 10**9))
         out = tmp_path / name
         arguments = ["--input", path, "--output", out, "--train_tokenizer", 300, "--val_fraction", fraction]
         prepare(*arguments)
@@ -214,8 +214,8 @@ def test_of_very_much_text_every_kth_document_is_read_and_others_are_not_opened(
     paths = [tmp_path / f"{i:03}.txt" for i in range(100)]
     for i, path in enumerate(paths):
         path.write_text(f"{i:03}" + "x" * 997)
-    units, settings = units_of(*paths), Settings(0, None, 1e-9, 1000)
-    documents = training_documents(units, settings, 0, 10_000)
+    parts, settings = parts_of(*paths), Settings(0, None, 1e-9, 1000)
+    documents = training_documents(parts, settings, 0, 10_000)
     first = next(documents)
     for path in paths[1::10]:
         path.unlink()

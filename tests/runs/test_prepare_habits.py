@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.helpers import HANG_S, ROOT
-from support.preparation import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
+from support.preparation import ENVIRONMENT, prepare_command, run_prepare, small_bpe, write_jsonl
 
 from data.pipeline import input_files
 from data.pipeline.input_files import find_files
@@ -90,8 +89,8 @@ if "--multiprocessing-fork" in sys.orig_argv:
     "moment",
     [
         pytest.param("workers start", marks=pytest.mark.slow),
-        "units are made",
-        "units are made, a worker starts",
+        "parts are made",
+        "parts are made, a worker starts",
     ],
 )
 def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path, moment):
@@ -105,7 +104,7 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
         (tmp_path / "sitecustomize.py").write_text(SLOW_START.format(once=str(tmp_path / "once")))
         environment["PYTHONPATH"] = str(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, "data/text/prepare.py", *map(str, command), "--output", str(out)],
+        prepare_command("text", *command, "--output", out, part_bytes=100_000),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -114,7 +113,7 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
         start_new_session=True,
     )
     deadline = time.monotonic() + HANG_S
-    while len(list(out.glob("units/*")) if "units" in moment else processes_of(process.pid)) < 4:
+    while len(list(out.glob("parts/*")) if "parts" in moment else processes_of(process.pid)) < 4:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
     time.sleep(0.1 if moment == "workers start" else 0)  # they are importing modules then
@@ -132,6 +131,6 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
     while processes_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(process.pid) == [] and not (out / "meta.json").exists()
-    prepare_text(*command, "--output", out)
-    prepare_text(*command, "--output", tmp_path / "whole")
+    for folder in (out, tmp_path / "whole"):
+        assert run_prepare("text", *command, "--output", folder, part_bytes=100_000).returncode == 0
     assert contents(out) == contents(tmp_path / "whole") != {}

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from support.preparation import write_jsonl
 
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
 
 HARD = [  # emoji, CRLF, text that NFC would change, digits, spaces, special tokens' names
@@ -37,10 +37,10 @@ def make(
     max_tokens: int | None = None,
     **options,
 ) -> dict:
-    settings = Settings(256, None, 0.1, shard_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), max_tokens, 1)
+    settings = Settings(256, None, 0.1, shard_tokens, max_tokens)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), part_bytes=1)
 
 
 def tokens_and_meta(folder: Path) -> dict[str, bytes]:
-    paths = [*folder.glob("*.bin"), *folder.glob("meta.*"), *folder.glob("units/*")]
+    paths = [*folder.glob("*.bin"), *folder.glob("meta.*"), *folder.glob("parts/*")]
     return {path.name: path.read_bytes() for path in paths}

@@ -10,8 +10,8 @@ import pytest
 from support import warm_python
 from support.helpers import HANG_S, ROOT, WITHOUT_DATA
 
-from data.pipeline.small_dataset import write_dataset
-from data.pipeline.units import tokenize
+from data.pipeline.parts import write_part
+from data.pipeline.preparation import write_dataset
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 
@@ -37,8 +37,25 @@ def shared(name: str) -> Path:
     return path
 
 
-def run_prepare(name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None) -> subprocess.CompletedProcess:
-    command = [sys.executable, script or f"data/{name}/prepare.py", *map(str, arguments)]
+SMALL_PARTS = """
+import runpy, sys
+from data.pipeline import parts
+parts.PART_BYTES = int(sys.argv[1])
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def prepare_command(name: str, *arguments, part_bytes: int | None = None, script=None) -> list[str]:
+    """In the folder ROOT. part_bytes: makes several parts of a small input."""
+    small = [] if part_bytes is None else ["-c", SMALL_PARTS, str(part_bytes)]
+    return [sys.executable, *small, script or f"data/{name}/prepare.py", *map(str, arguments)]
+
+
+def run_prepare(
+    name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None, part_bytes=None
+) -> subprocess.CompletedProcess:
+    command = prepare_command(name, *arguments, part_bytes=part_bytes, script=script)
     return warm_python.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG_S)
 
 
@@ -73,6 +90,6 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run_units_here(units, folder, tokenizer_name, settings, workers, max_bad, *more):
-    for unit in units:
-        tokenize(unit, folder, open_tokenizer(tokenizer_name), settings, max_bad)
+def run_parts_here(parts, folder, tokenizer_name, settings, workers, max_bad, *more):
+    for part in parts:
+        write_part(part, folder, open_tokenizer(tokenizer_name), settings, max_bad)

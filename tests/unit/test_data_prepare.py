@@ -17,7 +17,6 @@ from support.preparation import (
     CHAR,
     prepare_text,
     run_prepare,
-    run_units_here,
     shared,
     small_bpe,
     write_jsonl,
@@ -29,8 +28,8 @@ from data.inspect.__main__ import check_files
 from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.documents import BadRecord, hash_content, read_records
 from data.pipeline.meta_file import read_meta
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.quickstart import prepare as quickstart
 from data.tokenizers.choice import find_eot
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -100,7 +99,7 @@ def test_a_killed_write_leaves_the_old_dataset(tmp_path):
     before = snapshot(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from data.pipeline.small_dataset import write_dataset\n"
+        "from data.pipeline.preparation import write_dataset\n"
         "from data.tokenizers.char_tokenizer import CharTokenizer\n"
         "def chunks():\n"
         "    yield [1] * 100_000\n"
@@ -114,7 +113,7 @@ def test_a_killed_write_leaves_the_old_dataset(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
+@pytest.mark.parametrize("failing_call", [3, 4, 5, 6])
 def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monkeypatch, failing_call):
     write_small(tmp_path)
     replaced = []
@@ -125,7 +124,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.pipeline.small_dataset.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.parts.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(UserError, match="no complete dataset"):
@@ -200,7 +199,7 @@ def test_own_text_gets_the_published_ids(tmp_path, name):
 
 
 def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shard_tokens: int) -> list[str]:
-    """Each text a file, so a unit; what train and val decode to. Made twice, as a resume would."""
+    """Each text a file; what train and val decode to. Made twice, as a resume would."""
     (folder / "in").mkdir()
     files = [folder / "in" / f"{i}.txt" for i in range(len(texts))]
     for path, text in zip(files, texts, strict=True):
@@ -232,52 +231,38 @@ def test_a_split_that_no_document_fell_to_gets_the_one_with_the_nearest_hash(
     assert f"of 5 documents leaves none {said}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shard_tokens", [1 << 28, 7, 10])
-def test_max_tokens_that_end_before_a_document_for_validation_leave_their_end_to_it(
-    tmp_path, shard_tokens, capsys
+def test_max_tokens_that_end_before_a_document_for_validation_take_that_of_the_smallest_hash(
+    tmp_path, capsys
 ):
     texts = [f"<{i}> text" for i in range(30)]
     train = [text for text in texts if hash_content([text.encode()]) >= 2**64 // 10]
     document = write_jsonl(tmp_path / "a.jsonl", [*train, *(text for text in texts if text not in train)])
-    tokenizer, settings = FileTokenizer(small_bpe(tmp_path / "bpe")), Settings(256, None, 0.1, shard_tokens)
-    prepare([document], tmp_path / "out", tokenizer, settings, "test", Job(), max_tokens=30)
+    settings = Settings(256, None, 0.1, 1 << 28, max_tokens=40)
+    prepare([document], tmp_path / "out", FileTokenizer(small_bpe(tmp_path / "bpe")), settings, "", Job())
     check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
-    assert [len(read_ids(tmp_path / "out", split)) for split in ("train", "val")] == [27, 3]
-    assert "the end of the last one is taken" in capsys.readouterr().out
+    found, decode = {}, load_tokenizer(tmp_path / "out").decode
+    for split in ("train", "val"):
+        found[split] = decode(read_ids(tmp_path / "out", split)).split("<|endoftext|>")[:-1]
+    held_out = min(train[:4], key=lambda text: hash_content([text.encode()]))
+    assert found["val"] == [held_out] and set(found["train"][:3]) < set(train[:5]) - {held_out}
+    assert sum(len(read_ids(tmp_path / "out", split)) for split in found) == 40
+    assert "leaves none for validation: the one whose text has the smallest" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("coin", [0.0, 1.0])
+@pytest.mark.parametrize(("max_tokens", "split"), [(None, (900, 101)), (50, (45, 5)), (3, (2, 1))])
+@pytest.mark.parametrize("val_fraction", [0.1])
 @pytest.mark.parametrize("shard_tokens", [1 << 28, 13])
-def test_a_single_document_is_cut_in_two(tmp_path, coin, shard_tokens, monkeypatch):
-    monkeypatch.setattr("data.pipeline.units.is_validation", lambda *place: coin == 1.0)
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
-    train, val = write_text_dataset(tmp_path, ["0123456789" * 10], 0.1, shard_tokens)
-    assert (train, val) == ("0123456789" * 9, "0123456789<|endoftext|>")
-
-
-@pytest.mark.parametrize("failing_call", [1, 2, 3])
-def test_a_stop_while_a_document_is_cut_for_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
-    document = write_jsonl(tmp_path / "a.jsonl", ["first, second text, last one here"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_single_document_is_cut_in_two(tmp_path, max_tokens, split, val_fraction, shard_tokens, suffix):
+    (tmp_path / "a.txt").write_text("0123456789" * 100)
+    write_jsonl(tmp_path / "a.jsonl", ["0123456789" * 100])
     tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 0.3, 7), "test", Job())
-    prepare(*arguments[:1], tmp_path / "whole", *arguments[2:])
-    replaced, replace = [], os.replace
-
-    def stop(source, destination):
-        if Path(destination).name != "plan.json":
-            replaced.append(destination)
-        if len(replaced) == failing_call:
-            raise OSError("stopped here")
-        replace(source, destination)
-
-    monkeypatch.setattr("data.pipeline.units.os.replace", stop)
-    with pytest.raises(OSError, match="stopped here"):
-        prepare(*arguments)
-    monkeypatch.undo()
-    prepare(*arguments)
-    assert snapshot(tmp_path / "out" / "units") == snapshot(tmp_path / "whole" / "units")
-    assert {path.name for path in tmp_path.glob("out/*.bin")} == set(read_meta(tmp_path / "whole")["files"])
-    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+    settings = Settings(256, None, val_fraction, shard_tokens, max_tokens)
+    meta = prepare([tmp_path / f"a.{suffix}"], tmp_path / "out", tokenizer, settings, "test", Job())
+    train, val = (read_ids(tmp_path / "out", each) for each in ("train", "val"))
+    assert (len(train), len(val)) == split and meta["documents"] == 1
+    assert tokenizer.decode(train) == ("0123456789" * 100)[: split[0]]
+    assert tokenizer.decode(val).endswith("<|endoftext|>") and 256 not in val[:-1]
 
 
 def test_no_text_at_all_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from support.helpers import HANG_S, ROOT, TINY, make_dataset
 from common.errors import RunError, UserError
 from data.folders import dataset_folder
 from data.pipeline import verified
-from data.pipeline.units import Settings, Unit, tokenize
+from data.pipeline.parts import File, Part, Settings, write_part
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
@@ -293,10 +293,11 @@ def test_reading_that_was_stopped_goes_on_where_it_was(folder, scanned, monkeypa
 def test_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path, scanned):
     text, folder = tmp_path / "a.txt", tmp_path / "tokens"
     text.write_text("text of a document " * 150)
-    (folder / "units").mkdir(parents=True)
+    (folder / "parts").mkdir(parents=True)
     settings = Settings(eot_id=0, bos_id=None, val_fraction=0.0, shard_tokens=1000)
     tokenizer = CharTokenizer(" acdefmnotux")
-    record = tokenize(Unit(0, "train", ((str(text), text.name),), None), folder, tokenizer, settings, 0)
+    part = Part(0, (File(str(text), text.name, "train", 1),))
+    record = write_part(part, folder, tokenizer, settings, 0)
     meta = {"dtype": "uint16", "vocab_size": tokenizer.vocab_size, "files": record["files"]}
     (folder / "meta.json").write_text(json.dumps(meta))
     open_dataset(config(folder, eval_interval=0), scan=True)

@@ -12,8 +12,8 @@ import torch
 from support.preparation import small_bpe
 
 from common.errors import UserError
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.faults import replica_check
 from training.hardware.nvml import FIELDS
@@ -143,24 +143,23 @@ def plan_of(tmp_path, **changed) -> dict:
     vocabulary = small_bpe(tmp_path / changed.pop("folder", "bpe"))
     end = changed.pop("tokenizer", "endoftext")
     vocabulary.write_text(vocabulary.read_text().replace("endoftext", end))
-    limits = {name: changed.pop(name, 100) for name in ("max_tokens", "unit_bytes")}
-    settings = replace(Settings(eot_id=256, bos_id=None, val_fraction=0.1, shard_tokens=10**6), **changed)
-    stopped = mock.patch("data.pipeline.preparation.run_units", side_effect=KeyboardInterrupt)
+    settings = replace(Settings(256, None, val_fraction=0.1, shard_tokens=10**6, max_tokens=100), **changed)
+    stopped = mock.patch("data.pipeline.preparation.run_parts", side_effect=KeyboardInterrupt)
     with stopped, pytest.raises(KeyboardInterrupt):
-        prepare([text], tmp_path / "out", FileTokenizer(vocabulary), settings, "test", Job(), **limits)
+        prepare([text], tmp_path / "out", FileTokenizer(vocabulary), settings, "test", Job())
     return json.loads((tmp_path / "out" / "plan.json").read_text())
 
 
 PLAN = {
     **{"eot_id": 255, "bos_id": 1, "val_fraction": 0.2, "shard_tokens": 10**5},
-    **{"input": 2, "tokenizer": "end", "max_tokens": 50, "unit_bytes": 50},
+    **{"input": 2, "tokenizer": "end", "max_tokens": 50},
 }
 
 
 @pytest.mark.parametrize("name", PLAN)
 def test_a_preparation_that_changes_any_argument_is_refused_by_its_name(tmp_path, name):
     first = plan_of(tmp_path)
-    assert first.keys() == PLAN.keys() | {"split_by"}
+    assert first.keys() == PLAN.keys() | {"version"}
     assert plan_of(tmp_path, folder="elsewhere") == first, "a tokenizer is known by its content"
     with pytest.raises(UserError, match=f"was begun with another {name}; "):
         plan_of(tmp_path, **{name: PLAN[name]})

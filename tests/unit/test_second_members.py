@@ -11,8 +11,7 @@ from support.helpers import TINY, make_dataset
 from test_mixture import config, mixed
 
 from common.errors import UserError
-from data.pipeline import single_files, verified
-from data.pipeline.token_writer import TokenWriter
+from data.pipeline import verified
 from training.batches import document_starts, fingerprint, packing
 from training.batches.sources import RunData, describe_data, make_windows, open_sources
 from training.batches.token_files import TokenFiles
@@ -110,29 +109,6 @@ def test_a_probe_sees_the_whole_file(ids, monkeypatch):
         changed[place] = 0
         changed.tofile(path)
         assert fingerprint._probe(path, 2000) != first, place
-
-
-def test_merged_files_have_every_chunk_of_every_unit_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_files, "CHUNK", 7)
-    parts = {"train": [np.arange(20), np.arange(20, 50)], "val": [np.arange(9), np.arange(9, 10)]}
-    manifests = []
-    for unit in range(2):
-        files = {}
-        for split, arrays in parts.items():
-            writer = TokenWriter(tmp_path / f"{split}_{unit:06d}_000.bin", "uint16", 100)
-            writer.write(arrays[unit])
-            files[f"{split}_{unit:06d}_000.bin"] = writer.finish()
-        counts = {"documents": 1 + unit, "empty": 0, "bad": 0}
-        manifests.append({**counts, "bad_records": [], "files": files})
-    (tmp_path / "units").mkdir()
-    joined = single_files.join(manifests, tmp_path, shard_tokens=1000, vocab_size=100)
-    for split, arrays in parts.items():
-        wanted = np.concatenate(arrays)
-        assert np.fromfile(tmp_path / f"{split}.bin", "<u2").tolist() == wanted.tolist()
-        sha256 = hashlib.sha256(wanted.astype("<u2").tobytes()).hexdigest()
-        described = {"tokens": len(wanted), "sha256": sha256, "max_id": int(wanted.max())}
-        assert joined["files"][f"{split}.bin"] == described
-    assert joined["documents"] == 3
 
 
 def test_a_tensor_file_of_many_chunks_is_what_its_digest_says(tmp_path, monkeypatch):

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.preparation import run_units_here, small_bpe, write_jsonl
+from support.preparation import run_parts_here, small_bpe, write_jsonl
 
 from common.errors import UserError
-from data.pipeline import documents, preparation
+from data.pipeline import documents, parts, preparation
 from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.documents import BadRecord, hash_document, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import read_meta
-from data.pipeline.preparation import Job, plan_units, prepare
+from data.pipeline.parts import Settings, plan_parts
+from data.pipeline.preparation import Job, prepare
 from data.pipeline.splits import named_split
-from data.pipeline.units import Settings
 from data.text import prepare as text_prepare
 from data.tokenizers.file_tokenizer import FileTokenizer
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """Units are made in this process; commands are printed for a CPU."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    """Parts are made in this process; commands are printed for a CPU."""
+    monkeypatch.setattr("data.pipeline.preparation.run_parts", run_parts_here)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -99,6 +99,7 @@ def test_files_for_validation_validate_and_those_for_tests_are_left_out(tmp_path
         write(tmp_path / "in" / name.format(split, suffix), rows(split))
     train, held_out, printed = make(tmp_path / "in")
     assert (train, held_out) == (rows("train"), rows(val))
+    assert list(read_meta(tmp_path / "out")["files"]) == ["train.bin", "val.bin"]  # of one part
     assert "left out 1 (the test split, by their names" in printed and name.format("test", suffix) in printed
     assert f"for validation 1 (named so): {name.format(val, suffix)}\n" in printed
 
@@ -155,7 +156,7 @@ def test_an_only_document_is_cut_and_so_not_counted_for_validation(tmp_path, mak
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("one text of an only file")
     printed = make(tmp_path / "in", "--val_fraction=0.99")[2]  # by its hash, all of it
-    assert "the end of the last one is taken" in printed and "by the hash" not in printed
+    assert "so its end is for validation" in printed and "by the hash" not in printed
 
 
 @pytest.mark.parametrize("long", ["train", "val"])
@@ -223,10 +224,10 @@ def test_what_an_older_version_began_by_another_rule_is_refused_and_not_changed(
     path, plan = write(tmp_path / "in" / "a.jsonl", rows("a", 60)), tmp_path / "out" / "plan.json"
     make(path, "--val_fraction=0.2")
     record = json.loads(plan.read_text())
-    assert record.pop("split_by") == "text"  # the older rule, by file and number, said nothing
+    assert record.pop("version") == 2  # older ones, with other rules and files, said nothing
     plan.write_text(json.dumps(record))
     before = {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
-    with pytest.raises(UserError, match="begun with another split_by.* complete and trains as is"):
+    with pytest.raises(UserError, match="begun with another version of this program.* trains as is"):
         make(path, "--val_fraction=0.2")
     assert before == {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
 
@@ -259,14 +260,14 @@ def test_the_parts_of_a_file_of_lines_hold_each_line_once(tmp_path, count, end, 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
 def test_the_parts_of_a_parquet_file_hold_each_row_once(tmp_path, count):
     path = write(tmp_path / "a.parquet", rows("row", 100))  # in 15 row groups
-    parts = spans(path.stat().st_size, count)
-    found = [record for span in parts for record in read_records(path, span=span)]
+    divided = spans(path.stat().st_size, count)
+    found = [record for span in divided for record in read_records(path, span=span)]
     assert found == list(read_records(path)) and found[41] == (42, ["row 41"])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, bpe, suffix, monkeypatch):
-    monkeypatch.setattr(preparation, "PART_BYTES", 400)
+    monkeypatch.setattr(parts, "PART_BYTES", 400)
     path = write(tmp_path / f"a.{suffix}", rows("a document with some text", 200))
     arguments = (FileTokenizer(bpe), Settings(256, None, 0.2, 100), "test")
 
@@ -275,30 +276,30 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
         return {path.name: path.read_bytes() for path in paths}
 
     prepare([path], tmp_path / "one", *arguments, Job())
-    units, _ = plan_units([path], arguments[1])
-    assert len(units) > 4 and all(unit.size() <= 400 for unit in units)
+    planned, _ = plan_parts([path], arguments[1])
+    assert len(planned) > 4 and all(part.text_size <= 400 + 3 for part in planned)
     prepare([path], tmp_path / "two", *arguments, Job(workers=2))
     assert contents("two") == contents("one")
-    monkeypatch.setattr(preparation, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     prepare([path], tmp_path / "whole", *arguments, Job())
     for split in ("train", "val"):
         assert texts(tmp_path / "whole", split) == texts(tmp_path / "one", split)
-    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    monkeypatch.setattr(parts, "PART_BYTES", 500)
     with pytest.raises(UserError, match="begun with another input"):
         prepare([path], tmp_path / "one", *arguments, Job())
 
 
 def test_max_tokens_are_shared_by_the_parts_of_a_file(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(preparation, "PART_BYTES", 400)
+    monkeypatch.setattr(parts, "PART_BYTES", 400)
     path = write(tmp_path / "a.jsonl", [f"{i} is the number of a document" for i in range(200)])
-    settings = Settings(256, None, 0.2, 10**6)
-    meta = prepare([path], tmp_path / "out", FileTokenizer(bpe), settings, "", Job(), max_tokens=999)
-    assert meta is not None and sum(file["tokens"] for file in meta["files"].values()) == 999
+    settings = Settings(256, None, 0.2, 10**6, max_tokens=999)
+    meta = prepare([path], tmp_path / "out", FileTokenizer(bpe), settings, "", Job())
+    assert sum(file["tokens"] for file in meta["files"].values()) == 999
 
 
 def test_a_compressed_file_is_not_divided_and_if_it_is_large_that_is_said(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(preparation, "PART_BYTES", 400)
-    monkeypatch.setattr(preparation, "UNIT_BYTES", 400)
+    monkeypatch.setattr(parts, "PART_BYTES", 400)
+    monkeypatch.setattr(preparation, "LONG_BYTES", 400)
     (tmp_path / "in").mkdir()
     lines = [os.urandom(40).hex() for _ in range(50)]
     content = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in lines)

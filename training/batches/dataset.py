@@ -13,19 +13,21 @@ import contextlib
 import logging
 import os
 import stat as stat_module
-import time
 from pathlib import Path
 
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
 from data.pipeline.meta_file import read_meta
-from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
-from data.pipeline.verified import LARGE, damaged_files, one_reader, read_whole, recall, remember, stamp
+from data.pipeline.token_files import (
+    LENGTH_DTYPE,
+    check_is_tokens,
+    lengths_files,
+    stored_dtype,
+    token_file_names,
+)
+from data.pipeline.verified import LARGE, damaged_files, one_reader, read_files, remembered, wrong_size
 from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig
-
-REMEMBER_SECONDS = 10.0  # results are stored this often while reading: after a stop, the next start continues
 
 log = logging.getLogger("nanomfu")
 
@@ -60,7 +62,10 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         _check_names(paths, split, meta, folder)
         stats |= {path: _stat(path) for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
-        _check_lengths(folder, {p.name: meta["files"].get(p.name, {}) for p in paths}, config, scan)
+    files = {path.name: meta["files"].get(path.name, {}) for path in stats}
+    # that lengths add up to the tokens is seen where they are used (training/batches/document_starts.py)
+    if wrong := wrong_size(folder, LENGTH_DTYPE, lengths_files(files)):
+        raise UserError(f"{wrong}; {how_to_make(folder)}")
     _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
@@ -68,7 +73,7 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         _check_id(folder / name, recorded.get("max_id", 0), model_vocab)
     if scan:
         with one_reader(folder) if config.verify_data == "hash" else contextlib.nullcontext():
-            _check_content(stats, folder, meta, config)
+            _check_content(folder, files, meta, config)
     return splits, meta
 
 
@@ -138,26 +143,6 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
     return files
 
 
-def _check_lengths(folder: Path, files: dict[str, dict], config: TrainConfig, scan: bool) -> None:
-    """The files of document lengths, if there are any: sizes, and hashes where the data is scanned. That they
-    add up to the tokens is seen where they are used (training/batches/document_starts.py)."""
-    for name, file in files.items():
-        if lengths := file.get("lengths"):
-            path, documents = folder / lengths_name(name), lengths["documents"]
-            if not path.exists() or _stat(path).st_size != documents * LENGTH_BYTES:
-                raise UserError(
-                    f"{path} is missing or does not hold the {documents:,} lengths that meta.json records; "
-                    f"{how_to_make(folder)}"
-                )
-    if scan and config.verify_data == "hash":
-        with one_reader(folder):
-            damaged = damaged_files(folder, LENGTH_DTYPE, lengths_files(files))
-        if damaged:
-            raise UserError(
-                f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
-            )
-
-
 def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
     """A tokenizer may have more ids than the model, such as one for padding, if no text was encoded to them:
     meta.json then records the largest id of every file."""
@@ -180,24 +165,21 @@ def _check_id(path: Path, largest: int, model_vocab: int) -> None:
         )
 
 
-def _check_content(stats: dict[Path, os.stat_result], folder: Path, meta: dict, config: TrainConfig) -> None:
+def _check_content(folder: Path, files: dict[str, dict], meta: dict, config: TrainConfig) -> None:
     """Checks the largest id and the hash of every file. A file read whole before is not read again."""
-    recorded = {path: meta["files"].get(path.name, {}).get("sha256") for path in stats}
-    stamps = {path: stamp(stat, meta["dtype"], recorded[path]) for path, stat in stats.items()}
-    known = recall(folder)
-    model_vocab, unread = config.model_config().vocab_size, []
-    for path in stats:
-        if path.name in known and known[path.name]["stamp"] == stamps[path]:
-            _check_id(path, known[path.name]["max_id"], model_vocab)
-        else:
-            unread.append(path)
-    size = sum(stats[path].st_size for path in unread)
-    if unread and config.verify_data == "size":
-        log.warning(
-            "%d of %d token files in %s (%.1f GB) have not been read whole; verify_data='size' trusts them. "
-            "python -m data.inspect %s --hash reads them",
-            *(len(unread), len(stats), folder, size / 1e9, config.dataset),
-        )
+    model_vocab, dtype = config.model_config().vocab_size, meta["dtype"]
+    known = remembered(folder, dtype, files)
+    for name, largest in known.items():
+        _check_id(folder / name, largest, model_vocab)
+    unread = [name for name in files if name not in known]
+    size = sum((folder / name).stat().st_size for name in unread)
+    if config.verify_data == "size":
+        if unread:
+            log.warning(
+                "%d of %d token files in %s (%.1f GB) have not been read whole; verify_data='size' trusts "
+                "them. python -m data.inspect %s --hash reads them",
+                *(len(unread), len(files), folder, size / 1e9, config.dataset),
+            )
         return
     if size > LARGE:
         log.warning(
@@ -205,19 +187,15 @@ def _check_content(stats: dict[Path, os.stat_result], folder: Path, meta: dict, 
             "there; --verify_data=size would start at once and trust names, sizes and recorded ids",
             *(len(unread), folder, size / 1e9),
         )
-    found, remembered_at = {}, time.monotonic()
-    try:
-        for path, sha256, largest in read_whole(unread, stored_dtype(meta["dtype"])):
-            if recorded[path] not in (None, sha256):
-                raise UserError(
-                    f"{path} is not the file that meta.json describes (sha256 {sha256[:12]}..., recorded "
-                    f"{recorded[path][:12]}...); {how_to_make(folder)}"
-                )
-            found[path.name] = {"stamp": stamps[path], "max_id": largest}
-            if time.monotonic() - remembered_at > REMEMBER_SECONDS:
-                remember(folder, found)
-                remembered_at = time.monotonic()
-            _check_id(path, largest, model_vocab)
-    finally:
-        if found:
-            remember(folder, found)
+    for name, sha256, largest, _ in read_files(folder, dtype, files, unread):
+        recorded = files[name].get("sha256", sha256)
+        if recorded != sha256:
+            raise UserError(
+                f"{folder / name} is not the file that meta.json describes (sha256 {sha256[:12]}..., "
+                f"recorded {recorded[:12]}...); {how_to_make(folder)}"
+            )
+        _check_id(folder / name, largest, model_vocab)
+    if damaged := damaged_files(folder, LENGTH_DTYPE, lengths_files(files)):
+        raise UserError(
+            f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
+        )

@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import how_to_make
-from data.pipeline.document_lengths import lengths_name
+from data.pipeline.token_files import lengths_name
 from ops.documents import START
 from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig

@@ -1,12 +1,12 @@
-"""A preparation of three units in this process, and what it leaves."""
+"""A preparation of three parts in this process, and what it leaves."""
 
 from pathlib import Path
 
 from support.helpers import TINY
 from support.preparation import write_jsonl
 
+from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.configuration.keys import TrainConfig
 
@@ -16,11 +16,11 @@ def corpus(folder: Path, files: int = 3) -> list[Path]:
     return [write_jsonl(folder / f"{i}.jsonl", [f"<{i}.{j}> text" for j in range(9)]) for i in range(files)]
 
 
-def make(folder: Path, bpe: Path, shard_tokens: int = 10**6, **job) -> dict:
-    """A dataset of three units, of which all tokens fit in one file unless shard_tokens is small."""
-    files = corpus(bpe.parent / "in")
-    settings = Settings(256, None, 0.3, shard_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**job), None, 1)
+def make(folder: Path, bpe: Path, part_bytes: int | None = 1, shard_tokens=10**6, **job) -> dict:
+    """A dataset of three parts; of one if part_bytes is None."""
+    files, settings = corpus(bpe.parent / "in"), Settings(256, None, 0.3, shard_tokens)
+    job = Job(**job)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", job, part_bytes=part_bytes)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
