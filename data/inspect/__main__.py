@@ -60,6 +60,30 @@ def sample(
         yield names[file], position, ids
 
 
+def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
+    """The text of these ids. What is a target of training is green on a terminal, else in double brackets, if
+    other ids, which are negative, are not."""
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    edges = np.flatnonzero(np.diff(ids < 0)) + 1 if ids.min(initial=0) < 0 else []
+    begin, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
+    shown = []
+    for part in np.split(ids, edges):
+        text = tokenizer.decode(plain_ids(part).tolist())
+        shown.append(f"{begin}{text}{end}" if ids.min(initial=0) < 0 <= part.min(initial=0) else text)
+    return "".join(shown)
+
+
+def place_of(folder: Path, name: str, file: dict, length: int, rng: np.random.Generator) -> tuple[int, int]:
+    """(first token, tokens) of a sample: of conversations, of one of them."""
+    tokens = file["tokens"]
+    if "lengths" not in file:
+        return int(rng.integers(max(1, tokens - length))), length
+    lengths = np.fromfile(folder / lengths_name(name), stored_dtype(LENGTH_DTYPE)).astype(np.int64)
+    one = int(rng.integers(len(lengths)))
+    return int(lengths[:one].sum()), int(lengths[one])
+
+
 def printable(text: str) -> str:
     """Anybody may have written it: no control characters, and nothing that a terminal cannot show."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
@@ -96,7 +120,7 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     for split in SPLITS:
         for name, position, ids in sample(folder, meta, split, args.samples, args.length, rng):
-            text = tokenizer.decode(ids.tolist()) if tokenizer else " ".join(map(str, ids.tolist()))
+            text = show(ids, tokenizer)
             print(f"\n--- {name} at {position:,} ---\n{text}")
 
 

@@ -40,8 +40,10 @@ def is_one_document(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES
 
 
-def parse_line(line: bytes, place: str, text_key: str) -> str:
+def parse_line(line: bytes, place: str, text_key: str | None) -> str:
     try:
+        if text_key is None:
+            return json.dumps(json.loads(line), ensure_ascii=False)
         values = DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         if isinstance(values, dict) and text_key not in values:
             texts = [name for name, value in values.items() if isinstance(value, str)]
@@ -59,7 +61,7 @@ def parse_line(line: bytes, place: str, text_key: str) -> str:
 
 
 def read_lines(
-    path: Path, text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str | None, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     with open(path, "rb") as raw:
@@ -100,7 +102,7 @@ def _skip_line(lines: BinaryIO) -> None:
 
 
 def read_rows(
-    path: Path, text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str | None, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     try:
@@ -117,7 +119,7 @@ def read_rows(
 
 
 def read_mds(
-    path: Path, text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str | None, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
     used."""
@@ -141,11 +143,12 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def read_records(
-    path: Path, text_key: str = TEXT_KEY, span: tuple[int, int] | None = None
+    path: Path, text_key: str | None = TEXT_KEY, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
     """(number, document) of every record that is not blank. A document is its text: a list of one string, or
     an iterator of chunks for a file of text. span: of one part of a large file, (its first byte, the byte
-    after its last); spans that together cover the file give each record once. A damaged archive gives the
+    after its last); spans that together cover the file give each record once. Without a text_key, it is the whole
+    record, as JSON. A damaged archive gives the
     documents before the damage, and then one BadRecord.
     """
     if is_one_document(path):

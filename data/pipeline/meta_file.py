@@ -131,7 +131,7 @@ def _wrong_field(meta: dict) -> str | None:
     vocab_size, tokenizer = meta.get("vocab_size"), meta.get("tokenizer")
     if not is_count(vocab_size, MOST_IDS) or not vocab_size:
         return f"vocab_size {vocab_size!r:.80}"
-    possible = dict.fromkeys(("documents", "empty", "bad"), is_count) | {
+    possible = dict.fromkeys(("documents", "empty", "bad", "cut", "too_long", "targets"), is_count) | {
         "eot_id": _or_null(lambda value: is_count(value, vocab_size - 1)),
         "source": _is_text,
         "files": lambda value: isinstance(value, dict),

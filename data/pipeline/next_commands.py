@@ -56,6 +56,7 @@ GPU_SIZES = [
     Size(12, 12, 4, 768, 2048, 6e-4, 1 << 18),
     Size(20, 16, 8, 1024, 2816, 4e-4, 1 << 19),
 ]
+SFT_CONFIG = "config/sft_qwen3_0.6b.py"
 GPU = Device("one GPU", "config/own_text.py", 1024, GPU_SIZES, 1_000_000)
 
 
@@ -93,11 +94,14 @@ def fitting(meta: dict, device: Device) -> tuple[list[str], str]:
 
 def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
     """Prints where the dataset is, what it holds, and the commands that follow. config: a large model's, for
-    datasets of its size."""
+    datasets of its size; of conversations, the weights to begin with."""
     tokens = ", ".join(f"{split} {count:,}" for split, count in count_tokens(meta).items())
     print(f"in     {Path(folder).resolve()}")
     print(f"tokens {tokens}, as {meta['dtype']}")
     print(f"vocab  {meta['vocab_size']:,}, {document_ends(meta)}")
+    if "chat" in meta:
+        share = meta["targets"] / sum(count_tokens(meta).values())
+        print(f"chat   {share:.1%} of the tokens are targets; {meta['cut']:,} cut, {meta['too_long']:,} too long")
     for name, line in next_lines(meta, folder, config, device_here()).items():
         print(f"{name:6} {line}")
 
@@ -108,7 +112,9 @@ def next_lines(meta: dict, folder: str | Path, config: str | None, device: Devic
     root, out_dir = DATA_DIR.parent, f"out-{Path(folder).resolve().name}"
     arguments, model = fitting(meta, device)
     lines = {"model": model}
-    if config is not None and count_tokens(meta)["train"] >= LARGE_TOKENS:
+    if "chat" in meta:
+        arguments, lines = [SFT_CONFIG, f"--init_weights={config}"], {}
+    elif config is not None and count_tokens(meta)["train"] >= LARGE_TOKENS:
         arguments, lines = [config], {}
     train = ["train.py", *arguments, f"--dataset={dataset_argument(folder)}", f"--out_dir={out_dir}"]
     python = python_name()
@@ -116,5 +122,6 @@ def next_lines(meta: dict, folder: str | Path, config: str | None, device: Devic
     records = f"{shlex.quote(out_dir)}/run_*.json"
     lines["next"] = before + shlex.join([python, *train])
     lines["plot"] = f"{before}{shlex.quote(python)} plots/plot_single_run.py {records}"
-    lines["sample"] = before + shlex.join([python, "sample.py", f"--out_dir={out_dir}"])
+    chat = ["--chat"] if "chat" in meta else []
+    lines["sample"] = before + shlex.join([python, "sample.py", f"--out_dir={out_dir}", *chat])
     return lines

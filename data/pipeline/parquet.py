@@ -5,6 +5,7 @@ and with a buffer it reads one page after another. The trap: damage in one row g
 others, so each is read by itself, and only the rows that cannot be read are lost.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 
 
 def read_values(
-    path: Path, max_bytes: int, column_name: str, span: tuple[int, int] | None = None
+    path: Path, max_bytes: int, column_name: str | None, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, str | BadRecord]]:
-    """(number, text) of every row, of a column of strings or of UTF-8 bytes. span: bytes of the file, whose
+    """(number, text) of every row, of a column of strings or of UTF-8 bytes, or of None: the row as JSON. span: bytes of the file, whose
     even share of the row groups is read; None: all."""
     try:
         import pyarrow.parquet
@@ -31,14 +32,14 @@ def read_values(
     options: dict[str, Any] = {"buffer_size": READ_BYTES, "pre_buffer": False}
     size = path.stat().st_size
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        column = _find_column(path, file, column_name)
+        column = _find_column(path, file, column_name) if column_name else 0
         count, (first, last) = file.metadata.num_row_groups, span or (0, size)
         groups = [group for group in range(count) if first <= size * group // count < last]
         done = sum(file.metadata.row_group(group).num_rows for group in range(groups[0] if groups else 0))
         for group in groups:
             for values in _read_group(file, group, column, column_name):
                 for number, value in enumerate(values, start=done + 1):
-                    yield number, _text(value, max_bytes, f"{path}, row {number}")
+                    yield number, _text(value, max_bytes, f"{path}, row {number}", column_name is None)
                 done += len(values)
 
 
@@ -59,7 +60,7 @@ def _find_column(path: Path, file: Any, name: str) -> int:
     raise MissingColumn(path, name, types, texts)
 
 
-def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[Any]]:
+def _read_group(file: Any, group: int, column: int, name: str | None) -> Iterator[list[Any]]:
     """The values of a row group, some at a time; for each row that is unreadable, why."""
     rows = file.metadata.row_group(group).num_rows
     row_bytes = file.metadata.row_group(group).column(column).total_uncompressed_size // max(1, rows)
@@ -68,8 +69,8 @@ def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[
     for batch_size in (max(1, min(MOST_ROWS, BATCH_BYTES // max(1, row_bytes))), 1):
         try:
             seen = 0
-            for batch in file.iter_batches(batch_size, [group], [name], use_threads=False):
-                values = batch.column(0)
+            for batch in file.iter_batches(batch_size, [group], name and [name], use_threads=False):
+                values = batch.column(0) if name else batch.to_struct_array()
                 values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
                 if seen >= done:
                     yield list(values)
@@ -84,9 +85,11 @@ def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[
         yield [damage]
 
 
-def _text(value: Any, max_bytes: int, place: str) -> str | BadRecord:
+def _text(value: Any, max_bytes: int, place: str, row: bool) -> str | BadRecord:
     if isinstance(value, str):
         return BadRecord(f"{place} {value}")
+    if row:
+        return json.dumps(value.as_py(), ensure_ascii=False, default=str)
     if value.is_valid and value.as_buffer().size <= max_bytes:
         try:
             return str(value.as_buffer(), "utf-8")

@@ -24,7 +24,9 @@ import numpy as np
 
 from common.durable_file import create, sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
+from data.pipeline import conversations
 from data.pipeline.bad_records import BAD_LISTED
+from data.pipeline.conversations import Chat, ChatTemplate
 from data.pipeline.document_pieces import PIECE_CHARS, read_pieces
 from data.pipeline.documents import (
     TEXT_KEY,
@@ -37,7 +39,16 @@ from data.pipeline.documents import (
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.mds import Columns, read_tokens
 from data.pipeline.splits import splits_of_files
-from data.pipeline.token_files import LENGTH_DTYPE, SPLITS, lengths_name, smallest_dtype, stored_dtype
+from data.pipeline.token_files import (
+    LENGTH_DTYPE,
+    MASKED,
+    SPLITS,
+    largest_id,
+    lengths_name,
+    plain_ids,
+    smallest_dtype,
+    stored_dtype,
+)
 from data.pipeline.verified import remember_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
@@ -63,16 +74,34 @@ class Settings:
     text_key: str = TEXT_KEY
     splits: str = "names"  # of files of many documents; "ignore": their names say nothing
     columns: Columns | None = None  # of MDS shards that hold token ids
+    chat: Chat | None = None  # the documents are conversations
     # What follows from these and the input (data/pipeline/splits.py)
     val_below: int | None = None  # hashes of documents for validation; None: val_fraction of all hashes
     cut: bool = False  # the input is one document, whose end is for validation
 
     def to_dict(self) -> dict[str, Any]:
         """For plan.json: without what follows, and the usual values of what was not always there."""
-        settings = asdict(self) | (self.columns._asdict() if self.columns else {})
+        settings = asdict(self)
+        for kind in (self.columns, self.chat):
+            settings |= kind._asdict() if kind else {}
         unsaid = {"text_key": TEXT_KEY, "splits": "names"}
-        left_out = {"columns", "val_below", "cut"} | {k for k in unsaid if settings[k] == unsaid[k]}
+        left_out = {"columns", "chat", "folder", "val_below", "cut"}
+        left_out |= {k for k in unsaid if settings[k] == unsaid[k]}
         return {name: value for name, value in settings.items() if name not in left_out}
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """What the manifest of a part counts, and meta.json of all parts."""
+        return COUNTS + (conversations.COUNTS if self.chat else ())
+
+    @property
+    def with_lengths(self) -> bool:
+        """Whether document lengths are stored beside the tokens."""
+        return bool(self.columns or self.chat)
+
+    def dtype(self, vocab_size: int) -> str:
+        """Of the token files."""
+        return MASKED if self.chat else smallest_dtype(vocab_size)
 
     @property
     def below(self) -> int:
@@ -215,7 +244,9 @@ def documents(
             continue
         # rows of parquet are counted from the beginning of the file, lines from that of the part
         counted = f" from byte {part.span[0]:,} on" if part.span and not path.endswith(".parquet") else ""
-        records: Iterator[tuple[int, Any]] = read_records(Path(path), settings.text_key, part.span)
+        records: Iterator[tuple[int, Any]] = read_records(
+            Path(path), None if settings.chat else settings.text_key, part.span
+        )
         if columns:
             records = read_tokens(Path(path), columns)
         for number, content in records:
@@ -297,6 +328,20 @@ def _encode_batch(
         yield document, [ids]
 
 
+def encode_chats(
+    documents: Iterable[Document], chat: Chat, counts: dict[str, int], reject: Callable[[str], None]
+) -> Iterator[tuple[Document, list[np.ndarray]]]:
+    """(conversation, ids) of each document that it becomes. A bad one gives none."""
+    template = ChatTemplate(chat.folder)
+    for document in documents:
+        try:
+            made = list(template.documents(next(iter(document.content)), chat, counts))
+        except BadRecord as error:
+            reject(f"{document.place}: {error}")
+            continue
+        yield from ((document, [ids]) for ids in made)
+
+
 def hashes_of(parts: list[Part], settings: Settings) -> Iterator[int]:
     """The hash of every document or MDS sample; with max_tokens, of those that are certainly among the first
     so many."""
@@ -354,9 +399,11 @@ class SplitWriter:
 
     The trap: numpy narrows 70000 to uint16 as 4464 without an error, which is another token."""
 
-    def __init__(self, folder: Path, stem: str, vocab_size: int, most: int, with_lengths: bool):
+    def __init__(
+        self, folder: Path, stem: str, vocab_size: int, most: int, with_lengths: bool, dtype: str | None
+    ):
         self.folder, self.stem, self.vocab_size, self.most = folder, stem, vocab_size, most
-        self.dtype = stored_dtype(smallest_dtype(vocab_size))
+        self.dtype = stored_dtype(dtype or smallest_dtype(vocab_size))
         self.waiting: list[np.ndarray | list[int]] = []
         self.waiting_tokens = self.tokens = 0
         self.ends = array("Q") if with_lengths else None  # of the documents, counted in tokens of the split
@@ -378,7 +425,8 @@ class SplitWriter:
             return
         ids = np.concatenate(self.waiting)
         assert ids.ndim == 1 and ids.dtype.kind in "iu", (ids.shape, ids.dtype)
-        low, high = int(ids.min()), int(ids.max())
+        plain = plain_ids(ids) if self.dtype.kind == "i" else ids
+        low, high = int(plain.min()), int(plain.max())
         if low < 0 or high >= self.vocab_size:
             raise UserError(
                 f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self.vocab_size - 1}) "
@@ -395,7 +443,7 @@ class SplitWriter:
             file.write(stored)
             self.sha256.update(stored)
             written |= {"tokens": written["tokens"] + len(here), "sha256": self.sha256.hexdigest()}
-            written["max_id"] = max(written["max_id"], int(here.max()))
+            written["max_id"] = max(written["max_id"], largest_id(here))
             ids = ids[len(here) :]
             if written["tokens"] == self.most:
                 self.close()
@@ -446,11 +494,12 @@ def write_files(
     vocab_size: int,
     most: int = sys.maxsize,
     with_lengths: bool = False,
+    dtype: str | None = None,
     written: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> dict[str, dict]:
     """Writes (split, pieces of ids) of documents; {name: what meta.json says of the file}. give_names() takes
     away the .tmp after the names. written is told how many documents and tokens were written."""
-    limits = (vocab_size, most, with_lengths)
+    limits = (vocab_size, most, with_lengths, dtype)
     writers = {split: SplitWriter(folder, stem, *limits) for split, stem in stems.items()}
     count = tokens = 0
     try:
@@ -496,7 +545,7 @@ def write_part(
     written: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> dict:
     """Makes the token files of a part, and its manifest, which is returned."""
-    counts, val_documents = dict.fromkeys(COUNTS, 0), 0
+    counts, val_documents = dict.fromkeys(settings.counts, 0), 0
     bad_records: list[str] = []
     val_files: list[str] = []
     hashes, budget = {split: array("Q") for split in SPLITS}, Budget(part, settings)
@@ -512,11 +561,15 @@ def write_part(
         nonlocal val_documents
         found = documents(part, settings, reject, budget.wanted)
         stored = ((document, [ids]) for document in found for ids in document.content)
-        for document, pieces in stored if settings.columns else encode(found, tokenizer, reject):
+        if settings.chat:
+            stored = encode_chats(found, settings.chat, counts, reject)
+        for document, pieces in stored if settings.with_lengths else encode(found, tokenizer, reject):
             if not budget.wanted(document.file) or budget.room(document) < 1:
                 continue
             pieces = iter(pieces)
             first = next(pieces)
+            if settings.chat and len(first) > budget.room(document):
+                continue  # a conversation is never cut by --max_tokens
             if len(first) == 0:
                 counts["empty"] += 1
                 continue
@@ -535,7 +588,7 @@ def write_part(
     try:
         files = write_files(
             *(folder, part.stems, taken(), tokenizer.vocab_size, settings.shard_tokens),
-            *(settings.columns is not None, written),
+            *(settings.with_lengths, settings.dtype(tokenizer.vocab_size), written),
         )
         names = [*files, *(lengths_name(name) for name, file in files.items() if "lengths" in file)]
         give_names(folder, names)
@@ -548,5 +601,5 @@ def write_part(
     manifest = {**counts, "bad_records": bad_records, "files": files}
     manifest |= {"val_files": val_files, "val_documents": val_documents}
     write_json(part.manifest(folder), manifest)
-    remember_files(folder, smallest_dtype(tokenizer.vocab_size), files)
+    remember_files(folder, settings.dtype(tokenizer.vocab_size), files)
     return manifest

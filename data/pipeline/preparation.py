@@ -22,12 +22,12 @@ from common.durable_file import create, write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
+from data.pipeline.conversations import keep_template
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.input_files import say_files
 from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta, wrong_token_file
 from data.pipeline.parts import (
-    COUNTS,
     PART_BYTES,
     Part,
     Settings,
@@ -38,7 +38,7 @@ from data.pipeline.parts import (
     write_files,
 )
 from data.pipeline.splits import say_splits, threshold
-from data.pipeline.token_files import LENGTHS, SPLITS, is_count, smallest_dtype, stored_dtype
+from data.pipeline.token_files import LENGTHS, MASKED, SPLITS, is_count, stored_dtype
 from data.pipeline.verified import damaged_files, wrong_size
 from data.pipeline.workers import run_parts
 from data.tokenizers.file_tokenizer import use_fastokens
@@ -93,15 +93,15 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
         start_or_resume(folder, plan, job.resume)
-        found = read_manifests(parts, folder, smallest_dtype(tokenizer.vocab_size))
+        found = read_manifests(parts, folder, settings, tokenizer.vocab_size)
         missing = [part for part, manifest in zip(parts, found, strict=True) if manifest is None]
         remove_leftovers(folder, missing)
         if missing:
             (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
             settings = with_threshold(settings, parts, store)
             if not settings.columns:  # how many ids a shard of them holds is not known before it is read
-                check_disk_space(missing, folder, tokenizer.vocab_size)
-            fast = not settings.columns and _needed(missing, settings) > FAST_BYTES
+                check_disk_space(missing, folder, stored_dtype(settings.dtype(tokenizer.vocab_size)).itemsize)
+            fast = not settings.with_lengths and _needed(missing, settings) > FAST_BYTES
             fast = fast and use_fastokens(tokenizer)
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
@@ -120,18 +120,18 @@ def with_threshold(settings: Settings, parts: list[Part], store: Disk | Hub = ON
     say their split, or are not on this disk yet."""
     if any(file.split for part in parts for file in part.files) or isinstance(store, Hub):
         return settings
-    below = threshold(hashes_of(parts, settings), settings.val_fraction, can_cut=not settings.columns)
+    below = threshold(hashes_of(parts, settings), settings.val_fraction, can_cut=not settings.with_lengths)
     return replace(settings, val_below=below, cut=below is None)
 
 
-def check_disk_space(parts: list[Part], folder: Path, vocab_size: int) -> None:
+def check_disk_space(parts: list[Part], folder: Path, id_bytes: int) -> None:
     """Warns if the token files of these parts may not fit; UserError if they cannot. The sizes of the input
     files tell it within a factor of two or three; nothing is read."""
     free, tokens = shutil.disk_usage(folder).free, 0.0
     for part in parts:
         most = part.text_size if part.max_tokens is None else part.max_tokens
         tokens += min(part.text_size / BYTES_PER_TOKEN, most)
-    needed = tokens * stored_dtype(smallest_dtype(vocab_size)).itemsize
+    needed = tokens * id_bytes
     state = (
         f"the token files will take about {needed / GB:,.2f} GB and the disk of {folder} has "
         f"{free / GB:,.2f} GB free"
@@ -189,9 +189,10 @@ def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
         write_json(path, plan)
 
 
-def read_manifests(parts: list[Part], folder: Path, dtype: str) -> list[dict | None]:
+def read_manifests(parts: list[Part], folder: Path, settings: Settings, vocab_size: int) -> list[dict | None]:
     """The parts' manifests; None for a part that has none, or whose token files are not what it says."""
-    manifests = [_read_manifest(part, folder, dtype) for part in parts]
+    dtype = settings.dtype(vocab_size)
+    manifests = [_read_manifest(part, folder, dtype, settings.counts) for part in parts]
     files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
     damaged = {name.removesuffix(LENGTHS) for name in damaged_files(folder, dtype, files)}
     for name in sorted(damaged):
@@ -199,7 +200,7 @@ def read_manifests(parts: list[Part], folder: Path, dtype: str) -> list[dict | N
     return [m if m is not None and not damaged & m["files"].keys() else None for m in manifests]
 
 
-def _read_manifest(part: Part, folder: Path, dtype: str) -> dict | None:
+def _read_manifest(part: Part, folder: Path, dtype: str, counts: tuple[str, ...]) -> dict | None:
     """The manifest, if its fields are possible and its token files are there and have the sizes it says."""
     try:
         manifest = read_json(part.manifest(folder))
@@ -213,7 +214,7 @@ def _read_manifest(part: Part, folder: Path, dtype: str) -> dict | None:
         and not any(wrong_token_file(name, file) for name, file in files.items())
         and all(None not in map(file.get, ("tokens", "sha256", "max_id")) for file in files.values())
         and all(isinstance(lines, list) and all(isinstance(s, str) for s in lines) for lines in texts)
-        and all(is_count(manifest.get(name)) for name in (*COUNTS, "val_documents"))
+        and all(is_count(manifest.get(name)) for name in (*counts, "val_documents"))
     )
     return manifest if is_possible and not wrong_size(folder, dtype, files) else None
 
@@ -239,11 +240,11 @@ def finish(
     max_bad: int,
 ) -> dict:
     """Checks all parts together and writes tokenizer.json, meta.pkl and, last, meta.json."""
-    found = read_manifests(parts, folder, smallest_dtype(tokenizer.vocab_size))
+    found = read_manifests(parts, folder, settings, tokenizer.vocab_size)
     manifests = [manifest for manifest in found if manifest is not None]
     if len(manifests) < len(found):
         raise UserError(f"token files in {folder} were changed meanwhile; run the same command again")
-    counts = {key: sum(manifest[key] for manifest in manifests) for key in COUNTS}
+    counts = {key: sum(manifest[key] for manifest in manifests) for key in settings.counts}
     bad = [line for manifest in manifests for line in manifest["bad_records"]]
     if counts["bad"] > max_bad:
         for part, manifest in zip(parts, manifests, strict=True):
@@ -255,7 +256,12 @@ def finish(
     say_splits([name for name, split in named.items() if split == "val"], manifests, hashes)
     files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
     kept, vocab_size = keep_tokenizer(folder, tokenizer), tokenizer.vocab_size
-    meta = describe(vocab_size, kept, settings.eot_id, source, dict(sorted(files.items()))) | counts
+    chat = settings.chat
+    eot_id = chat.end_of_turn if chat else settings.eot_id
+    meta = describe(vocab_size, kept, eot_id, source, dict(sorted(files.items()))) | counts
+    if chat:
+        keep_template(chat.folder, folder)
+        meta |= {"dtype": MASKED, "chat": {"train_on": chat.train_on, "template": chat.template}}
     tokens = count_tokens(meta)
     if empty := [split for split in SPLITS if not tokens[split]]:
         limit = "" if settings.max_tokens is None else f", more than --max_tokens={settings.max_tokens}"

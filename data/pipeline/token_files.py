@@ -4,6 +4,9 @@ Where no end-of-text ids are between documents, X.bin.lengths is beside X.bin: t
 order, which add up to those of the file, as little-endian uint32 and nothing else. The trap is a reader that
 does not know of lengths and takes all of the text for one document: a meta.json that names lengths has a
 format of its own, which such a reader refuses.
+
+Of conversations the dtype is int32: a token that is no target of training is stored as the bitwise complement
+of its id (data/pipeline/conversations.py).
 """
 
 import os
@@ -16,7 +19,8 @@ from common.errors import UserError
 from common.json_file import open_regular
 
 SPLITS = ("train", "val")
-DTYPES = ("uint16", "uint32")
+MASKED = "int32"  # negative: the complement of an id that is no target
+DTYPES = ("uint16", "uint32", MASKED)
 UINT16_IDS = 65536  # the largest vocabulary whose ids, 0 to 65535, fit in two bytes
 UPPER_HALF = 16  # above the upper 16 bits of any id: vocabularies have less than 2**20 ids
 MOST_TOKENS = 1 << 60  # of a file
@@ -38,6 +42,16 @@ OTHER_FILES = {
 
 def smallest_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= UINT16_IDS else "uint32"
+
+
+def plain_ids(stored: np.ndarray) -> np.ndarray:
+    """The ids, int64, of targets and other tokens alike."""
+    stored = stored.astype(np.int64)
+    return np.where(stored < 0, ~stored, stored)
+
+
+def largest_id(stored: np.ndarray) -> int:
+    return max(int(stored.max(initial=0)), ~int(stored.min(initial=0)))
 
 
 def stored_dtype(name: str) -> np.dtype:

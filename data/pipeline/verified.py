@@ -27,7 +27,7 @@ from common.cgroups import usable_cores
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
-from data.pipeline.token_files import LENGTH_DTYPE, lengths_files, stored_dtype
+from data.pipeline.token_files import LENGTH_DTYPE, largest_id, lengths_files, stored_dtype
 
 MEMORY, LOCK = ".verified.json", ".verified.lock"
 READ_BYTES = 1 << 24  # that each thread reads at a time
@@ -203,6 +203,6 @@ def scan(
         while not stop.is_set() and (chunk := file.read(READ_BYTES)):
             digest.update(chunk)
             ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)  # a file may be cut meanwhile
-            largest = max(largest, int(ids.max(initial=0)))
+            largest = max(largest, largest_id(ids))
             progress(len(chunk))
     return digest.hexdigest(), largest

@@ -20,6 +20,7 @@ from data.folders import dataset_folder, how_to_make
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import (
     LENGTH_DTYPE,
+    MASKED,
     check_is_tokens,
     lengths_files,
     stored_dtype,
@@ -53,6 +54,7 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {how_to_make(folder)}")
     meta = read_meta(folder)
+    _check_targets(meta, config)
     splits: dict[str, TokenFiles] = {}
     stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
@@ -75,6 +77,24 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         with one_reader(folder) if config.verify_data == "hash" else contextlib.nullcontext():
             _check_content(folder, files, meta, config)
     return splits, meta
+
+
+def _check_targets(meta: dict, config: TrainConfig) -> None:
+    """Of conversations, a token may be no target, and none is divided (data/pipeline/conversations.py)."""
+    if meta["dtype"] != MASKED:
+        return
+    if config.packing != "truncate" or not config.doc_masking:
+        raise UserError(
+            f"dataset={config.dataset!r} holds conversations, of which only some tokens are targets; set "
+            f"--packing=truncate --doc_masking=True (got {config.packing!r}, {config.doc_masking})"
+        )
+    longest = max(file["lengths"]["longest"] for file in meta["files"].values())
+    if longest > config.block_size + 1:
+        raise UserError(
+            f"dataset={config.dataset!r} has a conversation of {longest:,} tokens, which block_size="
+            f"{config.block_size} would cut inside; set --block_size={longest - 1}, or prepare it again with "
+            f"--max_length={config.block_size + 1}"
+        )
 
 
 def _stat(path: Path) -> os.stat_result:

@@ -67,7 +67,7 @@ class ListedDocuments:
         start %= self.tokens.total
         for begin in (start, start - self.tokens.total):
             inside = slice(*np.searchsorted(self.starts, (begin, begin + len(ids))))
-            ids[self.starts[inside] - begin] |= START
+            ids[self.starts[inside] - begin] ^= START  # also of a complement
 
     def ends(self) -> Iterator[np.ndarray]:
         """The positions after the documents, in order."""

@@ -58,7 +58,7 @@ class PackedWindows(Windows):
             at = 0
             for start, length in window_pieces:
                 row[at : at + length] = self.tokens.read(start, length)
-                row[at] |= self.mark
+                row[at] ^= self.mark  # of a negative id, which is a complement, the bit is cleared
                 at += length
         return rows
 

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import RunError
+from data.pipeline.token_files import largest_id, plain_ids
 from training.batches.random_access import forget_open_files, read_bytes, request
 
 
 class TokenFiles:
-    """The files of one split as one sequence of token ids."""
+    """The files of one split as one sequence of token ids; negative: no target of training."""
 
     def __init__(self, paths: list[Path], sizes: list[int], dtype: np.dtype, vocab_size: int):
         """sizes: bytes of each file; vocab_size: an id that is not below it is refused."""
@@ -37,7 +38,7 @@ class TokenFiles:
         for file, offset, length in self._pieces(start, count):
             place = (offset * self.dtype.itemsize, length * self.dtype.itemsize)
             ids = np.frombuffer(read_bytes(self.paths[file], self.sizes[file], *place), self.dtype)
-            if int(ids.max()) >= self.vocab_size:
+            if largest_id(ids) >= self.vocab_size:
                 self._refuse(file, offset, ids)
             pieces.append(ids)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -61,6 +62,7 @@ class TokenFiles:
             start = self.starts[file]
 
     def _refuse(self, file: int, offset: int, ids: np.ndarray) -> None:
+        ids = plain_ids(ids)
         place = int((ids >= self.vocab_size).argmax())
         raise RunError(
             f"{self.paths[file]} contains token id {int(ids[place]):,} at {offset + place:,}, beyond the "

@@ -13,12 +13,13 @@ WIDTH = 80  # columns of a terminal
 
 def console_lines(row: dict, progress: str = "", known_reason: bool = False) -> list[str]:
     """progress: how far the run is, and the time left. known_reason: why there is no MFU was said before."""
-    padding = f" ({row['padding_percent']:.2f}% padding)" if "padding_percent" in row else ""
+    shares = {"padding_percent": "padding", "target_percent": "targets"}  # of the positions
+    share = "".join(f" ({row[name]:.2f}% {what})" for name, what in shares.items() if name in row)
     lines = [
         f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ Time: {row['time_ms']:.0f}ms │ "
         f"LR: {row['lr']:.2e}",
         *_mfu_lines(row, known_reason),
-        f"   Tokens/s: {row['tokens_per_sec']:.0f}{padding}{f' │ {progress}' if progress else ''}",
+        f"   Tokens/s: {row['tokens_per_sec']:.0f}{share}{f' │ {progress}' if progress else ''}",
     ]
     if memory := row["memory"]:
         allocated, most, reserved = (

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common.arguments import target_losses
 from common.time_to_loss import describe_targets, targets_reached
+from data.pipeline.token_files import MASKED
 from training.checkpoints.saver import Save
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
@@ -139,7 +140,10 @@ class Logger:
         self.check_out_dir()
         row = self._row(reading, learning_rate)
         if self.config.packing == "truncate":
-            row["padding_percent"] = 100 * (1 - reading.targets)
+            if any(source["meta"]["dtype"] == MASKED for source in self.info["data"]["sources"]):
+                row["target_percent"] = 100 * reading.targets  # of conversations, few of the tokens are
+            else:
+                row["padding_percent"] = 100 * (1 - reading.targets)
         row["gradients"] = self._gradients(reading)
         row |= self.monitor.take(reading.intervals)
         if skipped:
