@@ -24,8 +24,18 @@ from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
 from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
 from data.pipeline.meta_file import count_tokens, document_ends, read_meta
-from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
+from data.pipeline.token_files import (
+    LENGTH_DTYPE,
+    MASKED,
+    SPLITS,
+    is_of_split,
+    lengths_name,
+    plain_ids,
+    stored_dtype,
+    token_file_names,
+)
 from data.pipeline.verified import damaged_files, forget, wrong_size
+from data.tokenizers.tokenizer import Tokenizer
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
@@ -48,7 +58,8 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
 def sample(
     folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(file name, position, ids) of `count` random places. A longer file is chosen more often."""
+    """(file name, position, ids) of `count` random places, or conversations. A longer file is chosen more
+    often."""
     files = {name: file["tokens"] for name, file in meta["files"].items() if is_of_split(name, split)}
     names, tokens = list(files), np.array(list(files.values()))
     if not tokens.sum():
@@ -56,6 +67,8 @@ def sample(
     for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
         dtype = stored_dtype(meta["dtype"])
         position = int(rng.integers(max(1, tokens[file] - length)))
+        if meta["dtype"] == MASKED:
+            position, length = _one_conversation(folder, names[file], rng)
         ids = np.fromfile(folder / names[file], dtype, count=length, offset=position * dtype.itemsize)
         yield names[file], position, ids
 
@@ -74,11 +87,8 @@ def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
     return "".join(shown)
 
 
-def place_of(folder: Path, name: str, file: dict, length: int, rng: np.random.Generator) -> tuple[int, int]:
-    """(first token, tokens) of a sample: of conversations, of one of them."""
-    tokens = file["tokens"]
-    if "lengths" not in file:
-        return int(rng.integers(max(1, tokens - length))), length
+def _one_conversation(folder: Path, name: str, rng: np.random.Generator) -> tuple[int, int]:
+    """(first token, tokens) of a random one."""
     lengths = np.fromfile(folder / lengths_name(name), stored_dtype(LENGTH_DTYPE)).astype(np.int64)
     one = int(rng.integers(len(lengths)))
     return int(lengths[:one].sum()), int(lengths[one])
@@ -110,7 +120,7 @@ def main() -> None:
     name = recorded.get("name", recorded["kind"]) if tokenizer else "not in meta.json, so samples are ids"
     print(f"dataset    {folder}, from {printable(meta['source'])}")
     print(f"tokenizer  {printable(name)}, {meta['vocab_size']:,} ids, {document_ends(meta)}")
-    for key in ("documents", "empty", "bad"):
+    for key in ("documents", "empty", "bad", "cut", "too_long", "targets"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")
     files = len(meta["files"])

@@ -66,8 +66,9 @@ class ChatTemplate:
             self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
         except Exception as error:  # of a damaged file, or a missing template
             raise UserError(
-                f"transformers cannot use a chat template and a tokenizer.json of {folder} {first_line(error)}; "
-                "name the folder of a model that was trained to chat, or put a chat_template.jinja there"
+                f"transformers cannot use the tokenizer.json and the chat template of {folder} "
+                f"{first_line(error)}; name the folder of a model that was trained to chat, or put a "
+                "chat_template.jinja there"
             ) from None
         self.sha256 = hashlib.sha256(self.template.encode()).hexdigest()
         added = self.tokenizer.added_tokens_decoder
@@ -95,8 +96,8 @@ class ChatTemplate:
             ) from None
 
     def documents(self, content: str, chat: Chat, counts: dict[str, int]) -> Iterator[np.ndarray]:
-        """The ids of a conversation, {"messages": ...} as JSON, int64, negative for what is no target. counts:
-        of COUNTS. Raises BadRecord."""
+        """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Adds to
+        the counts of COUNTS. Raises BadRecord."""
         messages, tools, left_out = self._read(json.loads(content), chat.messages_key)
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [k for k in answers[-1:] if chat.train_on == "last"] or answers

@@ -147,9 +147,9 @@ def read_records(
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
     """(number, document) of every record that is not blank. A document is its text: a list of one string, or
     an iterator of chunks for a file of text. span: of one part of a large file, (its first byte, the byte
-    after its last); spans that together cover the file give each record once. Without a text_key, it is the whole
-    record, as JSON. A damaged archive gives the
-    documents before the damage, and then one BadRecord.
+    after its last); spans that together cover the file give each record once. A damaged archive gives the
+    documents before the damage, and then one BadRecord. Without a text_key, the whole record is the
+    document, as JSON.
     """
     if is_one_document(path):
         try:
