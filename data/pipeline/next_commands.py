@@ -101,9 +101,8 @@ def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
     print(f"vocab  {meta['vocab_size']:,}, {document_ends(meta)}")
     if "chat" in meta:
         share = meta["targets"] / sum(count_tokens(meta).values())
-        print(
-            f"chat   {share:.1%} of the tokens are targets; {meta['cut']:,} cut, {meta['too_long']:,} too long"
-        )
+        left_out = f"{meta['cut']:,} cut, {meta['too_long']:,} too long"
+        print(f"chat   {share:.1%} of the tokens are targets; {left_out}")
     for name, line in next_lines(meta, folder, config, device_here()).items():
         print(f"{name:6} {line}")
 

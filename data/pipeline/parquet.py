@@ -23,8 +23,8 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 def read_values(
     path: Path, max_bytes: int, column_name: str | None, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, str | BadRecord]]:
-    """(number, text) of every row, of a column of strings or of UTF-8 bytes, or of None: the row as JSON. span: bytes of the file, whose
-    even share of the row groups is read; None: all."""
+    """(number, text) of every row, of a column of strings or of UTF-8 bytes; without a column_name, the whole
+    row as JSON. span: bytes of the file, whose even share of the row groups is read; None: all."""
     try:
         import pyarrow.parquet
     except ImportError:

@@ -6,13 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 ROW = {"loss": "train/loss", "lr": "train/learning_rate", "skipped_updates": "train/skipped_updates"}
-ROW |= {
-    "tokens_seen": "tokens",
-    "padding_percent": "speed/padding_percent",
-    "target_percent": "speed/target_percent",
-    "warmup": "speed/warmup",
-}
-ROW |= {name: f"speed/{name}" for name in ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu")}
+SPEED = ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu", "padding_percent", "target_percent", "warmup")
+ROW |= {"tokens_seen": "tokens"} | {name: f"speed/{name}" for name in SPEED}
 ROW |= {"attempt": "run/attempt"} | {f: f"gpu/{f}" for f in ("sm_clock_mhz", "power_w", "temperature_c")}
 GROUPS = {"mfu": "mfu/", "memory": "memory/", "gradients": "gradients/", "throttle": "gpu/throttle/"}
 MFU = ("mfu_", "hfu_", "achieved_", "document_")  # so begins what may change of a row's mfu
