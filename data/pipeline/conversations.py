@@ -96,8 +96,8 @@ class ChatTemplate:
             ) from None
 
     def documents(self, content: str, chat: Chat, counts: dict[str, int]) -> Iterator[np.ndarray]:
-        """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Adds to
-        the counts of COUNTS. Raises BadRecord."""
+        """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Adds
+        to the counts of COUNTS. Raises BadRecord."""
         messages, tools, left_out = self._read(json.loads(content), chat.messages_key)
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [k for k in answers[-1:] if chat.train_on == "last"] or answers
