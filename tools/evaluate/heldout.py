@@ -20,6 +20,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import KNOWN, is_read
+from data.pipeline.token_files import MASKED, largest_id, plain_ids
 from data.pipeline.verified import damaged_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from generation.source import Source
 from model import Transformer
 from training.batches.dataset import open_dataset
 from training.batches.document_starts import find_documents
+from training.batches.windows import NO_TARGET
 from training.configuration.keys import TrainConfig
 from training.pretrained.same_tokenizer import check_dataset
 
@@ -35,7 +37,8 @@ BATCHES_SORTED = 64  # as many batches of windows are held in memory to be sorte
 LENGTH_MULTIPLE = 64  # lengths are rounded up to one, so that GPU kernels meet few shapes
 
 Document = tuple[np.ndarray, int]  # its ids, and its bytes
-Window = tuple[np.ndarray, int]  # ids, of which the last so many are predicted
+# ids, of which the last so many are predicted; a negative one is no target (data/pipeline/conversations.py)
+Window = tuple[np.ndarray, int]
 
 
 def evaluate_documents(
@@ -48,16 +51,17 @@ def evaluate_documents(
     def all_windows() -> Iterator[Window]:
         nonlocal number, tokens, size
         for ids, length in documents:
-            if ids.max(initial=0) >= config.vocab_size:
+            if (largest := largest_id(ids)) >= config.vocab_size:
                 raise UserError(
-                    f"a text has the id {ids.max():,}, but the model has only the ids below "
+                    f"a text has the id {largest:,}, but the model has only the ids below "
                     f"{config.vocab_size:,}; take this token out, or use the tokenizer of this model"
                 )
             number, size = number + 1, size + length
-            if prefix_id is None:
+            is_chat = ids.min(initial=0) < 0  # it begins where its template begins
+            if prefix_id is None or is_chat:
                 size -= _bytes(source.tokenizer, ids[:1])
-            for window in windows(ids, prefix_id, config.block_size, stride):
-                tokens += window[1]
+            for window in windows(ids, None if is_chat else prefix_id, config.block_size, stride):
+                tokens += int((window[0][-window[1] :] >= 0).sum())
                 yield window
 
     remaining, sums = iter(tqdm(all_windows(), desc=where, unit=" windows")), []
@@ -101,12 +105,12 @@ def window_nats(model: Transformer, batch: list[Window]) -> list[float]:
     padded = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, model.config.block_size)
     inputs = np.zeros((len(batch), padded), np.int64)  # any id can be the padding
     for row, (ids, _) in zip(inputs, batch, strict=True):
-        row[: len(ids) - 1] = ids[:-1]
+        row[: len(ids) - 1] = plain_ids(ids[:-1])
     device = model.embed.weight.device
     logits = model(torch.from_numpy(inputs).to(device))  # (B, T, V)
     sums = []
     for (ids, count), found in zip(batch, logits, strict=True):
-        targets = torch.from_numpy(ids[-count:]).to(device)
+        targets = torch.from_numpy(np.where(ids < 0, NO_TARGET, ids)[-count:]).to(device)
         chosen = found[len(ids) - 1 - count : len(ids) - 1].float()  # (count, V)
         sums.append(torch.nn.functional.cross_entropy(chosen, targets, reduction="none").double().sum())
     return torch.stack(sums).tolist()  # sync point, one for each batch
@@ -125,7 +129,7 @@ def prefix_of(source: Source) -> int | None:
 
 
 def _bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
-    return len(tokenizer.decode(ids.tolist()).encode("utf-8"))
+    return len(tokenizer.decode(ids[ids >= 0].tolist()).encode("utf-8"))
 
 
 # --- where documents come from ---
@@ -172,7 +176,7 @@ def dataset_documents(name: str, source: Source, limit: int | None) -> Iterator[
     for end in itertools.islice(itertools.chain.from_iterable(ends), limit):
         ids = tokens.read(start, int(end) - start)
         start = int(end)
-        if len(ids) and ids[-1] == meta["eot_id"]:
+        if len(ids) and ids[-1] == meta["eot_id"] and meta["dtype"] != MASKED:  # which an answer ends with
             ids = ids[:-1]
         if len(ids):
             yield ids, _bytes(source.tokenizer, ids)

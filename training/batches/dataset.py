@@ -54,7 +54,6 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {how_to_make(folder)}")
     meta = read_meta(folder)
-    _check_targets(meta, config)
     splits: dict[str, TokenFiles] = {}
     stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
@@ -79,8 +78,9 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
     return splits, meta
 
 
-def _check_targets(meta: dict, config: TrainConfig) -> None:
-    """Of conversations, a token may be no target, and none is divided (data/pipeline/conversations.py)."""
+def check_targets(meta: dict, config: TrainConfig) -> None:
+    """Of conversations, a token may be no target, and none is divided (data/pipeline/conversations.py). May
+    raise UserError."""
     if meta["dtype"] != MASKED:
         return
     if config.packing != "truncate" or not config.doc_masking:

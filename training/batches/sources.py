@@ -17,7 +17,7 @@ from pathlib import Path
 from common.errors import UserError
 from data.folders import dataset_folder
 from data.pipeline.meta_file import LENGTHS_FORMAT
-from training.batches.dataset import open_dataset, overlap_error
+from training.batches.dataset import check_targets, open_dataset, overlap_error
 from training.batches.document_starts import DocumentStarts, find_documents
 from training.batches.mixture import Mixture
 from training.batches.packing import PackedWindows, pack_documents
@@ -55,6 +55,7 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     for name, weight in parse_dataset(config.dataset).items():
         alone = dataclasses.replace(config, dataset=name)
         splits, meta = open_dataset(alone, scan)
+        check_targets(meta, alone)
         documents = {}
         if config.doc_masking or config.packing == "truncate":
             documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
