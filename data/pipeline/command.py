@@ -7,7 +7,7 @@ from pathlib import Path
 from common.arguments import check_output, user_folder, whole_number
 from common.cgroups import usable_cores
 from common.errors import UserError
-from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.hub import Hub
 from data.pipeline.next_commands import report
 from data.pipeline.parts import Settings
 from data.pipeline.preparation import Job, prepare
@@ -70,7 +70,7 @@ def make_dataset(
     settings: Settings,
     source: str,
     config: str | None = None,
-    store: Disk | Hub = ON_DISK,
+    store: Hub | None = None,
 ) -> None:
     """Calls prepare() with these options, and prints a report."""
     job, folder = make_job(args), args.output

@@ -1,4 +1,4 @@
-"""Where input files come from: this disk, or the Hugging Face hub, which each unit downloads its files from.
+"""Where input files come from: this disk, or the Hugging Face hub, from which each part downloads its own.
 
 The trap: when the hub cannot be reached, its library's snapshot_download takes a half downloaded folder for
 the whole data set. So the names, sizes and hashes of one commit's files are listed once and kept, the work is
@@ -24,23 +24,6 @@ LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 RETRY_SECONDS = (1, 5, 20, 60, 120)  # waits between tries, each of which has the library's own retries
 FINAL_STATUSES = (401, 403, 404)  # of HTTP; trying again does not change them
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Input files that are already on this disk, and stay there."""
-
-    def size(self, path: str | Path) -> int:
-        return os.path.getsize(path)
-
-    def fetch(self, paths: Iterable[str]) -> None:
-        pass
-
-    def release(self, paths: Iterable[str]) -> None:
-        pass
-
-
-ON_DISK = Disk()
 
 
 @dataclass(frozen=True)

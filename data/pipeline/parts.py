@@ -14,7 +14,7 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BufferedWriter
 from itertools import accumulate, chain
 from pathlib import Path
@@ -36,7 +36,7 @@ from data.pipeline.documents import (
     is_one_document,
     read_records,
 )
-from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.hub import Hub
 from data.pipeline.mds import Columns, read_tokens
 from data.pipeline.splits import splits_of_files
 from data.pipeline.token_files import (
@@ -78,16 +78,6 @@ class Settings:
     # What follows from these and the input (data/pipeline/splits.py)
     val_below: int | None = None  # hashes of documents for validation; None: val_fraction of all hashes
     cut: bool = False  # the input is one document, whose end is for validation
-
-    def to_dict(self) -> dict[str, Any]:
-        """For plan.json: without what follows, and the usual values of what was not always there."""
-        settings = asdict(self)
-        for kind in (self.columns, self.chat):
-            settings |= kind._asdict() if kind else {}
-        unsaid = {"text_key": TEXT_KEY, "splits": "names"}
-        left_out = {"columns", "chat", "folder", "val_below", "cut"}
-        left_out |= {k for k in unsaid if settings[k] == unsaid[k]}
-        return {name: value for name, value in settings.items() if name not in left_out}
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -159,7 +149,7 @@ def text_size(path: str | Path, size: int) -> int:
 
 
 def plan_parts(
-    files: list[Path], settings: Settings, store: Disk | Hub = ON_DISK, part_bytes: int | None = None
+    files: list[Path], settings: Settings, store: Hub | None = None, part_bytes: int | None = None
 ) -> tuple[list[Part], str]:
     """The parts, and a hash of what decides them: names and sizes of the files, and how they are divided.
 
@@ -171,7 +161,7 @@ def plan_parts(
     paths = [Path(os.path.abspath(path)) for path in files]
     root = Path(os.path.commonpath([path.parent for path in paths]))
     names = [path.relative_to(root).as_posix() for path in paths]
-    sizes = [store.size(path) for path in paths]
+    sizes = [os.path.getsize(path) if store is None else store.size(path) for path in paths]
     most = part_bytes or max(PART_BYTES, sum(map(text_size, paths, sizes)) // PARTS)
     splits = splits_of_files(names, settings.splits == "ignore")
     groups: list[tuple[list[File], tuple[int, int] | None]] = []

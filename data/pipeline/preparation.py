@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
 from data.pipeline.conversations import keep_template
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.hub import Hub
 from data.pipeline.input_files import say_files
 from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta, wrong_token_file
 from data.pipeline.parts import (
@@ -73,7 +73,7 @@ def prepare(
     settings: Settings,
     source: str,
     job: Job,
-    store: Disk | Hub = ON_DISK,
+    store: Hub | None = None,
     part_bytes: int | None = None,
 ) -> dict:
     """Makes the dataset. Returns the content of meta.json."""
@@ -84,12 +84,9 @@ def prepare(
     packed = [path for path in read if path.endswith((".gz", ".zst"))]
     whole = [path for path in packed if text_size(path, read[path]) > LONG_BYTES]
     say_files("not divided", whole, "compressed: one worker reads each, and begins it again after a kill")
-    plan = {
-        "version": VERSION,
-        **settings.to_dict(),
-        "input": listing,
-        "tokenizer": hash_tokenizer(tokenizer),
-    }
+    plan = {"version": VERSION, **asdict(settings), "columns": list(settings.columns or [])}
+    plan |= {"chat": list(settings.chat or [])[1:]}  # without the folder, whose name may be another
+    plan |= {"input": listing, "tokenizer": hash_tokenizer(tokenizer)}
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
         start_or_resume(folder, plan, job.resume)
@@ -115,10 +112,10 @@ def _needed(parts: list[Part], settings: Settings) -> int:
     return size if settings.max_tokens is None else min(size, BYTES_PER_TOKEN * settings.max_tokens)
 
 
-def with_threshold(settings: Settings, parts: list[Part], store: Disk | Hub = ON_DISK) -> Settings:
+def with_threshold(settings: Settings, parts: list[Part], store: Hub | None = None) -> Settings:
     """The settings, and the hash below which a document is for validation. It is not looked for in files that
     say their split, or are not on this disk yet."""
-    if any(file.split for part in parts for file in part.files) or isinstance(store, Hub):
+    if any(file.split for part in parts for file in part.files) or store is not None:
         return settings
     below = threshold(hashes_of(parts, settings), settings.val_fraction, can_cut=not settings.with_lengths)
     return replace(settings, val_below=below, cut=below is None)
@@ -208,13 +205,14 @@ def _read_manifest(part: Part, folder: Path, dtype: str, counts: tuple[str, ...]
         return None
     files: Any = manifest.get("files")
     texts = (manifest.get("bad_records"), manifest.get("val_files"))
+    name = re.compile(rf"({'|'.join(part.stems.values())})(_\d{{3}})?\.bin")
     is_possible = (
         isinstance(files, dict)
-        and all(re.fullmatch(rf"({'|'.join(part.stems.values())})(_\d{{3}})?\.bin", name) for name in files)
-        and not any(wrong_token_file(name, file) for name, file in files.items())
+        and all(name.fullmatch(each) and not wrong_token_file(each, files[each]) for each in files)
         and all(None not in map(file.get, ("tokens", "sha256", "max_id")) for file in files.values())
-        and all(isinstance(lines, list) and all(isinstance(s, str) for s in lines) for lines in texts)
-        and all(is_count(manifest.get(name)) for name in (*counts, "val_documents"))
+        and all(isinstance(lines, list) for lines in texts)
+        and all(isinstance(line, str) for lines in texts for line in lines)
+        and all(is_count(manifest.get(key)) for key in (*counts, "val_documents"))
     )
     return manifest if is_possible and not wrong_size(folder, dtype, files) else None
 

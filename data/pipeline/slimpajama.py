@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 from common.arguments import user_folder, user_path
+from common.command import run_command
 from data.pipeline.command import INPUT, TOKENIZER, make_dataset, make_parser, make_settings, parse
-from data.pipeline.hub import LISTING, ON_DISK, Disk, Hub, open_hub
+from data.pipeline.hub import LISTING, open_hub
 from data.pipeline.input_files import find_files
 from data.tokenizers.choice import find_eot
 from data.tokenizers.families import FAMILIES, open_family
@@ -19,8 +20,12 @@ Downloads the text, or takes it from --input; the same command again goes on whe
 """
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> int:
     """folder: of the prepare.py, whose name says what it makes: slimpajama_6b_gpt2."""
+    return run_command(_prepare, folder)
+
+
+def _prepare(folder: Path) -> None:
     _, size, family_name = folder.name.split("_")
     family = FAMILIES[family_name]
     description = HELP.format(repository=HUB_DATASETS[size], tokenizer=family.tokenizer, folder=folder.name)
@@ -35,7 +40,7 @@ def main(folder: Path) -> None:
     args = parse(parser)
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
-    store: Disk | Hub = ON_DISK
+    store = None
     if args.input:
         files = find_files(args.input)
         source = f"{len(files)} local files"
@@ -43,9 +48,9 @@ def main(folder: Path) -> None:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"
         text = args.output / "download" if args.stream else kept
         listing = (args.output if args.stream else kept) / LISTING
-        store = hub = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
-        files = hub.paths()
-        source = f"{hub.repository} at {hub.commit}"
+        store = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
+        files = store.paths()
+        source = f"{store.repository} at {store.commit}"
     make_dataset(args, files, tokenizer, settings, source, family.config, store)
     if args.stream:
         shutil.rmtree(args.output / "download", ignore_errors=True)

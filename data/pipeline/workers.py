@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.errors import UserError
-from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.hub import Hub
 from data.pipeline.parts import Part, Settings, write_part
 from data.tokenizers.file_tokenizer import use_fastokens
 from data.tokenizers.tokenizer import open_tokenizer
@@ -25,7 +25,7 @@ from data.tokenizers.tokenizer import open_tokenizer
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(tokenizer_name: str, counts: Any, store: Disk | Hub, fast: bool) -> None:
+def _start_worker(tokenizer_name: str, counts: Any, store: Hub | None, fast: bool) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
@@ -49,10 +49,12 @@ def _count(documents: int, tokens: int) -> None:
 
 
 def _work(part: Part, folder: Path, settings: Settings, max_bad: int) -> None:
-    paths = [file.path for file in part.files]
-    _worker["store"].fetch(paths)
+    paths, hub = [file.path for file in part.files], _worker["store"]
+    if hub is not None:
+        hub.fetch(paths)
     write_part(part, folder, _worker["tokenizer"], settings, max_bad, _count)
-    _worker["store"].release(paths)
+    if hub is not None:
+        hub.release(paths)
 
 
 def run_parts(
@@ -62,7 +64,7 @@ def run_parts(
     settings: Settings,
     workers: int,
     max_bad: int,
-    store: Disk | Hub = ON_DISK,
+    store: Hub | None = None,
     fast: bool = False,
 ) -> None:
     """Makes the parts. One UserError reports all that failed, after the others are done."""

@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.command import run_command  # noqa: E402
 from data.pipeline.slimpajama import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, Path(__file__).resolve().parent))
+    sys.exit(main(Path(__file__).resolve().parent))

@@ -14,7 +14,6 @@ from support.preparation import shared, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.hub import Disk
 from data.pipeline.parts import File, Part, Settings, plan_parts, write_part
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tiktoken_tokenizer import EncodeError
@@ -47,7 +46,7 @@ def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
     assert make(files, tmp_path / "more", bpe, max_tokens=10**6)["files"] == all_of_it["files"]
 
 
-class Sizes(Disk):
+class Sizes:
     """Files that are not there."""
 
     def size(self, path) -> int:
