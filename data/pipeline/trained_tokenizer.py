@@ -7,7 +7,7 @@ same command again, also after a kill, takes the tokenizer that is there.
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
+from data.pipeline.documents import BadRecord, hash_document, is_one_document, read_records
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.parts import Part, Settings, documents, plan_parts
+from data.pipeline.parts import Part, Settings, halves, plan_parts
 from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, with_threshold
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -55,8 +56,8 @@ def make_tokenizer(
             (folder / RECORD).unlink(missing_ok=True)
         if not _is_there(folder, made_of):
             settings = with_threshold(settings, parts)
-            texts = training_documents(parts, settings, job.max_bad, most_bytes)
-            content = _train(pieces(texts, most_bytes), vocab_size, eot)
+            documents = training_documents(parts, settings, job.max_bad, most_bytes)
+            content = _train(pieces(documents, most_bytes), vocab_size, eot)
             write_content(folder, content, EOT_ID)
             write_json(folder / RECORD, {**made_of, "sha256": file_hash(folder / FILE)})
         return FileTokenizer(folder / FILE)
@@ -106,20 +107,31 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 def training_documents(
     parts: list[Part], settings: Settings, max_bad: int, most_bytes: int
 ) -> Iterator[Iterable[str]]:
-    """The documents for training, in their order; of very much text an even part of about most_bytes. Of an
-    only document, it is the beginning."""
+    """The documents for training, in their order; of very much text an even part of about most_bytes. A file
+    of text that is left out is not even opened. Of an only document, it is the beginning."""
     every = max(1, math.ceil(sum(part.text_size for part in parts) / most_bytes))
-    bad = 0
+    for split, path, document in islice(_documents(parts, settings, max_bad, every), 0, None, every):
+        if settings.cut:
+            yield halves(path, document, 1 - settings.val_fraction)[0]
+        elif split == "train" or split is None and hash_document(path, document) >= settings.below:
+            yield document
+
+
+def _documents(
+    parts: list[Part], settings: Settings, max_bad: int, every: int
+) -> Iterator[tuple[str | None, str, Iterable[str]]]:
+    """(split that a name says, path, document) of all documents, of which every k-th is used."""
+    good = bad = 0
     listed: list[str] = []  # of very many bad ones, the first
-
-    def reject(reason: str) -> None:
-        nonlocal bad
-        bad += 1
-        listed.append(reason)
-        del listed[BAD_LISTED:]
-
-    found = chain.from_iterable(documents(part, settings, reject) for part in parts)
-    yield from (each.content for each in islice(found, 0, None, every) if each.split == "train")
+    for part, (path, _, split, _) in ((each, file) for each in parts for file in each.files):
+        unused = good % every and is_one_document(Path(path))
+        for _, document in [(1, [])] if unused else read_records(Path(path), settings.text_key, part.span):
+            if not isinstance(document, BadRecord):
+                good += 1
+                yield split, path, document
+                continue
+            bad += 1
+            listed = [*listed, str(document)][:BAD_LISTED]
     if bad > max_bad:
         raise too_many_bad(bad, listed, max_bad)
 
