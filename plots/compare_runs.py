@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line  # noqa: E402
-from plots import comparison_text, figure, loss_ratio, run_record  # noqa: E402
+from plots import comparison_text, facts, figure, loss_ratio, run_record  # noqa: E402
 from plots.panels import AXES, TOKENIZERS_DIFFER, line_styles, panels_of  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 
 def warnings_about(runs: list[Run]) -> list[str]:
     """Where equal MFUs do not mean equal speed, where an MFU cannot be true, and why no loss is drawn."""
-    named = [run for run in runs if run.mfu_methods]
-    found = []
+    named, found = [run for run in runs if run.mfu_methods], []
     if len(peaks := {run.peak for run in named if run.peak}) > 1:
         listing = " and ".join(sorted(peaks))
         found.append(f"WARNING: these MFUs are of different peaks ({listing}): for speed compare tokens/s")
@@ -55,7 +55,7 @@ def plot(runs: list[Run], labels: list[str], x: str | None = None) -> Figure:
 
     fig = figure.panels_figure(panels_of(runs, labels, ["mfu_percent", "tokens_per_sec"], x), runs)
     lines = [Line2D([], [], linewidth=2.5, **style) for style in line_styles(len(runs))]
-    about = [f"{label}: {comparison_text.describe(run)}" for run, label in zip(runs, labels, strict=True)]
+    about = [f"{label}: {facts.describe(run)}" for run, label in zip(runs, labels, strict=True)]
     fig.legend(lines, map(figure.literal, about), loc="outside upper left", frameon=False, fontsize=9)
     return fig
 
@@ -98,11 +98,7 @@ def read_sides(options: argparse.Namespace) -> list[list[Run]]:
     return runs
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(parse_and_compare, argv)
-
-
-def parse_and_compare(argv: list[str] | None) -> None:
+def parse_and_compare(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Say which run is faster and what differs; draw the curves.")
     add_sides(parser)
     where = "default: compare_runs.png beside the first record"
@@ -126,6 +122,8 @@ def parse_and_compare(argv: list[str] | None) -> None:
     titles = [f"{name}  {run.label}" for name, run in zip(names, runs, strict=True)]
     figure.save(plot(runs, titles, options.x), target or runs[0].path.with_name("compare_runs.png"))
 
+
+main = partial(run_command, parse_and_compare)
 
 if __name__ == "__main__":
     sys.exit(main())

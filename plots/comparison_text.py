@@ -9,22 +9,21 @@ from __future__ import annotations
 import itertools
 import string
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from common.errors import UserError
 from common.text import aligned, one_line, shorten
-from plots import run_record, verdict
-from plots.record_values import LARGEST
-from plots.run_record import Run
+from plots import verdict
+from plots.facts import COLUMNS, GPU, cells, describe, median
+from plots.run_record import LARGEST, Run, throttled
 from plots.verdict import RUN_NOISE, Verdict
 
 WIDTH = 100
 CELL, VALUE = 22, 40  # characters of a cell of the table, and of a value that differs
 STALLS = 0.003  # share from which the cost of slow rows is mentioned beside the verdict
-GPU_FIGURES = {"sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "temperature_c": "temperature, °C"}
 MORE_ROWS = (
     "Train for longer or lower log_interval, or repeat both runs and compare all records: "
     "compare_runs.py B1.json B2.json B3.json --baseline A1.json A2.json A3.json"
@@ -67,12 +66,6 @@ def legend(runs: list[Run], names: list[str]) -> list[str]:
     return lines + wrapped(f"All: {about[0]}") * is_same
 
 
-def describe(run: Run) -> str:
-    mfu = f"MFU by {' and '.join(run.mfu_methods)}" if run.mfu_methods else f"no MFU: {run.why_no_mfu}"
-    peak = f"peak {run.peak}" if run.peak else ""
-    return ", ".join(filter(None, (run.model, run.machine, run.precision, mfu, peak)))
-
-
 def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ")
 
@@ -82,53 +75,13 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 def table(runs: list[Run], names: list[str]) -> list[str]:
     """A column for each figure that a run has; the last ones are left out if they do not fit."""
-    columns = {name: [shorten(cell(run), CELL) for run in runs] for name, cell in COLUMNS.items()}
-    columns = {"run": names, **{name: texts for name, texts in columns.items() if {*texts} != {"-"}}}
+    columns = {"run": names, **cells(runs, COLUMNS, CELL)}
     while True:
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         lines = aligned(list(columns), rows, ("run", "status"))
         if max(map(len, lines)) <= WIDTH:
             return lines
         columns.popitem()
-
-
-def text_of(values: Iterable[float], form: str) -> str:
-    """'2.9012', of the first of these numbers; '-' if there is none."""
-    return next((format(value, form) for value in values), "-")
-
-
-def median_text(run: Run, name: str, form: str) -> str:
-    return text_of(run_record.spread(run, name) or (), form)
-
-
-def p10_to_p90(run: Run, name: str = "tokens_per_sec", form: str = ",.0f") -> str:
-    spread = run_record.spread(run, name) or ()
-    return " to ".join(shorten(format(value, form), 24) for value in spread[1:]) or "-"
-
-
-def last_loss(run: Run) -> str:
-    return text_of(run_record.finite(run.columns["loss"])[-1:], ".4f")
-
-
-def val_loss(run: Run) -> str:
-    return text_of([] if run.best_val_loss is None else [run.best_val_loss], ".4f")
-
-
-def memory(run: Run) -> str:
-    return text_of(sorted(run_record.finite(run.columns["memory_gb"]))[-1:], ".2f")
-
-
-COLUMNS: dict[str, Callable[[Run], str]] = {
-    "status": lambda run: run.status.split(" (")[0],
-    "loss": last_loss,
-    "val loss": val_loss,
-    "MFU %": lambda run: median_text(run, "mfu_percent", ".2f"),
-    "tokens/s": lambda run: median_text(run, "tokens_per_sec", ",.0f"),
-    "p10 to p90": p10_to_p90,
-    "max GiB": memory,
-    "SM MHz": lambda run: median_text(run, "sm_clock_mhz", ",.0f"),
-    "W": lambda run: median_text(run, "power_w", ",.0f"),
-}
 
 
 # --- the verdict ---
@@ -148,14 +101,11 @@ def verdict_lines(sides: Sides) -> list[str]:
             continue
         lines.append(shorten(found.text(name, first), WIDTH))
         advice |= {ASSUMED} if found.noise_is_assumed else set()
-        each = per_gpu(found, side, sides[0])
-        if each is not None:
-            lines.append(
-                f"  per GPU, of which they have different numbers: {shorten(f'{100 * each:+.1f}', 40)} %"
-            )
+        more = {"per GPU, of which they have different numbers": per_gpu(found, side, sides[0])}
         if abs(found.with_stalls - found.change) > STALLS:
-            stalls = shorten(f"{100 * found.with_stalls:+.1f}", 40)
-            lines.append(f"  with slow rows in full, as all tokens over all seconds: {stalls} %")
+            more["with slow rows in full, as all tokens over all seconds"] = found.with_stalls
+        told = {text: change for text, change in more.items() if change is not None}
+        lines += [f"  {text}: {shorten(f'{100 * change:+.1f}', 40)} %" for text, change in told.items()]
     return lines + sorted(advice)
 
 
@@ -237,6 +187,6 @@ def flat(facts: Any, place: str = "") -> Facts:
 
 def gpu_facts(run: Run) -> Facts:
     """Medians over the timed rows, and why the clock was lowered."""
-    facts = {text: median_text(run, name, ",.0f") for name, text in GPU_FIGURES.items()}
-    facts["clock lowered by"] = run_record.throttled(run) or "-"
+    facts = {text: median(name, ",.0f")(run) for name, text in GPU.items()}
+    facts["clock lowered by"] = throttled(run) or "-"
     return {text: value for text, value in facts.items() if value != "-"}

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -50,18 +50,25 @@ def panels_figure(panels: list[Panel], runs: list[Run]) -> Figure:
     """The first panel, and then two in a row; one that is alone in its row takes all of it. What is absent is
     a line below."""
     shown = [panel for panel in panels if not panel.absent]
-    places = list(range(len(shown)))
-    rows = [places[:1]] if not panels[0].absent else []
-    rest = places[len(rows) :]
-    rows += [rest[i : i + 2] for i in range(0, len(rest), 2)]
-    figure = new_figure(14, 3 + 3.8 * len(rows) + 0.2 * len(runs))  # a line each in the legend
-    layout: list[Any] = [row * 2 if len(row) == 1 else row for row in rows]
-    for place, axis in figure.subplot_mosaic(layout).items() if layout else ():
-        limit_x(axis, runs)
-        shown[place].draw(axis)
+    alone = 0 if panels[0].absent else 1
+    starts = [*range(alone), *range(alone, len(shown), 2)]
+    layout = [[i, i if i < alone or i + 1 == len(shown) else i + 1] for i in starts]
+    figure = new_figure(14, 3 + 3.8 * len(layout) + 0.2 * len(runs))  # a line each in the legend
+    for place, axis in figure.subplot_mosaic(cast(Any, layout)).items() if layout else ():
+        draw_panel(axis, shown[place], runs)
     lines = [part for panel in panels for part in textwrap.wrap(panel.absent, 150)]
     figure.supxlabel(literal("\n".join(lines)), fontsize=9, color="dimgray")
     return figure
+
+
+def draw_panel(axis: Axes, panel: Panel, runs: list[Run]) -> None:
+    """Over the same iterations on every panel; if there is only one, with some room beside it."""
+    logged = [run.columns["iter"] for run in runs] + [evaluations(run, "val_loss")[0] for run in runs]
+    iters = finite(np.concatenate(logged))
+    if len(iters):
+        pad = max(0.02 * (iters.max() - iters.min()), 0.5)
+        axis.set_xlim(iters.min() - pad, iters.max() + pad)
+    panel.draw(axis)
 
 
 def svg(panel: Panel, runs: list[Run]) -> tuple[str, dict[str, Any]]:
@@ -71,8 +78,7 @@ def svg(panel: Panel, runs: list[Run]) -> tuple[str, dict[str, Any]]:
 
     figure = new_figure(*SVG_INCHES)
     axis = figure.subplots()
-    limit_x(axis, runs)
-    panel.draw(axis)
+    draw_panel(axis, panel, runs)
     text, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanoMFU"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
@@ -138,27 +144,21 @@ def label_axis(axis: Axes, title: str, ylabel: str, form: str | None = None, tit
         axis.yaxis.set_major_formatter(form)
 
 
-def draw(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-    """A line through the points that exist, with markers if these are few."""
+def draw(axis: Axes, x: np.ndarray, y: np.ndarray, label: str, smooth: bool = False, **style: Any) -> None:
+    """A line through the points that exist, with markers if these are few. smooth: their running mean, in
+    front of a faint line through all of them, which no legend names."""
     exists = np.isfinite(x) & np.isfinite(y)
-    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if exists.sum() <= 20 else {}
-    if exists.any():
-        axis.plot(x[exists], y[exists], **{**marker, "linewidth": 1.3, **style})
-
-
-def draw_smoothed(axis: Axes, x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
-    """The running mean of the points, in front of a faint line through all of them, which no legend names."""
-    exists = np.isfinite(x) & np.isfinite(y)
-    x, y = x[exists], y[exists]
-    window = len(y) // 50
-    if window < 2:
-        draw(axis, x, y, label=label, **style)
-        return
-    draw(axis, x, y, **{**style, "label": f"_{label}", "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"})
-    sums, places = np.concatenate([[0.0], np.cumsum(y)]), np.arange(len(y))
-    first, last = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(y))
-    mean = (sums[last] - sums[first]) / (last - first)  # of fewer at both ends
-    draw(axis, x, mean, label=f"{label}, mean of {window}", **style)
+    x, y, window = x[exists], y[exists], len(y[exists]) // 50
+    if smooth and window > 1:
+        faint = {"label": f"_{label}", "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"}
+        axis.plot(x, y, **{**style, **faint})
+        sums, places = np.concatenate([[0.0], np.cumsum(y)]), np.arange(len(y))
+        first, last = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(y))
+        y = (sums[last] - sums[first]) / (last - first)  # of fewer at both ends
+        label = f"{label}, mean of {window}"
+    few: dict[str, Any] = {"marker": "o", "markersize": 4} if len(y) <= 20 else {}
+    if len(y):
+        axis.plot(x, y, **{**few, "linewidth": 1.3, "label": label, **style})
 
 
 def legend(axis: Axes) -> None:
@@ -184,18 +184,6 @@ def tokens_text(value: float, place: float | None = None) -> str:
 # --- axes and their limits ---
 
 
-def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
-    """A second axis below that of the iterations. A loss of iteration i, of training or of an evaluation, is
-    that of weights which have seen the tokens of i iterations: both are measured before its update."""
-    from matplotlib.transforms import ScaledTranslation
-
-    to_tokens = (lambda iteration: iteration * tokens_per_iter, lambda tokens: tokens / tokens_per_iter)
-    below = ScaledTranslation(0, -38 / 72, axis.figure.dpi_scale_trans)
-    second = axis.secondary_xaxis(0.0, functions=to_tokens, transform=axis.transAxes + below)
-    second.set_xlabel("tokens")
-    second.xaxis.set_major_formatter(tokens_text)
-
-
 def make_logarithmic(axis: Axes, drawn: list[np.ndarray]) -> None:
     """A logarithmic y axis, with plain numbers at its ticks, if all values are positive."""
     from matplotlib.ticker import MaxNLocator, NullLocator
@@ -213,15 +201,6 @@ def after_the_beginning(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     exists = np.isfinite(x) & np.isfinite(y)
     x, y = x[exists], y[exists]
     return y[x >= 0.1 * x.max()] if len(x) else y
-
-
-def limit_x(axis: Axes, runs: list[Run]) -> None:
-    """Shows the same iterations on every panel; if there is only one, with some room beside it."""
-    logged = [run.columns["iter"] for run in runs] + [evaluations(run, "val_loss")[0] for run in runs]
-    iters = finite(np.concatenate(logged))
-    if len(iters):
-        pad = max(0.02 * (iters.max() - iters.min()), 0.5)
-        axis.set_xlim(iters.min() - pad, iters.max() + pad)
 
 
 def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> None:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.time_to_loss import Progress
-from plots.record_values import as_dict
-from plots.run_record import Run, tokenizers_differ
+from plots.run_record import Run, as_dict, tokenizers_differ
 from plots.verdict import t_975
 
 AMOUNTS = {"time": "training_seconds", "tokens": "tokens"}  # in a sentence, and of Reached

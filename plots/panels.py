@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import UserError
 from plots import figure, run_record
 from plots.figure import Panel
-from plots.run_record import Run, evaluations, finite
+from plots.run_record import Run, dicts, evaluations, finite, iterations_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +102,7 @@ def draw_loss(axis: Axes, runs: list[Run], labels: list[str], x: str, scales: li
     drawn = []
     for run, place, label, style in zip(runs, scales, labels or [""], line_styles(len(runs)), strict=True):
         rows, trained, validated = ((place(iterations), y) for iterations, y in losses(run))
-        figure.draw_smoothed(axis, *rows, label or "training step", **style)
+        figure.draw(axis, *rows, label or "training step", smooth=True, **style)
         # a ring and a cross: both are seen where the two losses are equal
         style |= {"linestyle": ":", "markersize": 7, "markerfacecolor": "none"}
         if not labels:
@@ -121,15 +121,13 @@ def draw_loss(axis: Axes, runs: list[Run], labels: list[str], x: str, scales: li
         axis.xaxis.set_major_formatter(AXES[x][1])
     if not labels:
         mark_events(axis, runs[0], scales[0])
-        if x == "iter" and runs[0].tokens_per_iter:
-            figure.add_token_axis(axis, runs[0].tokens_per_iter)
         figure.legend(axis)
 
 
 def mark_events(axis: Axes, run: Run, place: Scale) -> None:
     """Where the run was resumed, saved a checkpoint or met an anomaly."""
-    starts = np.array(run.attempt_starts) - 0.5
-    anomalies, saved = (run_record.iterations_of(run, section) for section in ("events", "checkpoints"))
+    starts = iterations_of(dicts(run.record, "attempts")[1:], "start_iter") - 0.5
+    anomalies, saved = (iterations_of(dicts(run.record, name)) for name in ("events", "checkpoints"))
     for places, label, color in ((starts, "resumed", "gray"), (anomalies[:MOST_MARKS], "anomaly", "tab:red")):
         for index, at in enumerate(place(places)):
             axis.axvline(at, label=None if index else label, color=color, linewidth=1, linestyle="-.")
@@ -182,8 +180,10 @@ def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
         median, low, high = (format(value, form) for value in spread)
         label = f"median {median}, p10 to p90: {low} to {high}"
         axis.axhline(spread[0], color="tab:orange", linewidth=1, linestyle="--", label=label)
-    for index, (first, last) in enumerate(run.warmup_spans):  # one for each attempt
-        in_legend = None if index else "warm-up"
+    rows = np.flatnonzero(run.warmup)
+    for series in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if len(rows) else ():
+        first, last = run.columns["iter"][series[[0, -1]]]  # one for each attempt
+        in_legend = None if series[0] > rows[0] else "warm-up"
         axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
     figure.legend(axis)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,7 @@ def plot(run: Run, x: str | None = None) -> Figure:
     return fig
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(parse_and_plot, argv)
-
-
-def parse_and_plot(argv: list[str] | None) -> None:
+def parse_and_plot(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw each run record as one PNG beside it.")
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     parser.add_argument("--output", metavar="PATH.png", help="where the PNG goes when there is one run")
@@ -52,6 +49,8 @@ def parse_and_plot(argv: list[str] | None) -> None:
     for run in [run_record.load_run(path) for path in paths]:
         figure.save(plot(run, options.x), target or run.path.with_suffix(".png"))
 
+
+main = partial(run_command, parse_and_plot)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,6 +15,7 @@ import argparse
 import base64
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
-from plots import compare_runs, comparison_text, figure, loss_ratio, page_facts  # noqa: E402
+from plots import compare_runs, comparison_text, facts, figure, loss_ratio  # noqa: E402
 from plots.panels import COLUMNS, line_styles, panels_of  # noqa: E402
 from plots.run_record import Run  # noqa: E402
 
@@ -39,7 +40,7 @@ def page(sides: list[list[Run]], profile: str) -> str:
     panels = panels_of(runs, [] if is_one else names, COLUMNS)
     charts = [figure.svg(panel, runs) for panel in panels if not panel.absent]
     shown = [
-        {"name": name, "label": run.label, "about": comparison_text.describe(run), "style": style}
+        {"name": name, "label": run.label, "about": facts.describe(run), "style": style}
         for run, name, style in zip(runs, names, line_styles(len(runs)), strict=True)
     ]
     verdicts = [*comparison_text.verdict_lines(sides), *loss_ratio.lines(sides, names)]
@@ -48,14 +49,14 @@ def page(sides: list[list[Run]], profile: str) -> str:
         runs=shown,
         verdicts=[line.strip() for line in verdicts],
         warnings=compare_runs.warnings_about(runs),
-        tables=page_facts.tables(runs),
-        losses=page_facts.losses(runs, names),
-        charts=[(base64.b64encode(image.encode()).decode(), facts) for image, facts in charts],
+        tables=[(title, facts.cells(runs, rows).items()) for title, rows in facts.TABLES.items()],
+        losses=facts.losses(runs, names),
+        charts=[(base64.b64encode(image.encode()).decode(), chart) for image, chart in charts],
         missing=[panel.absent for panel in panels if panel.absent],
         settings=[(one_line(k), one_line(str(v), 200)) for k, v in sorted(runs[0].config.items()) if is_one],
         differences=comparison_text.differences(runs, names),
         profile=profile,
-        figures=[facts | {"tokens_per_iter": is_one and runs[0].tokens_per_iter} for _, facts in charts],
+        figures=[chart | {"tokens_per_iter": is_one and runs[0].tokens_per_iter} for _, chart in charts],
     )
 
 
@@ -85,11 +86,7 @@ def render(**content: Any) -> str:
     return template.render(script=Markup(script), style=Markup(style), script_digest=digest, **content)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(parse_and_write, argv)
-
-
-def parse_and_write(argv: list[str] | None) -> None:
+def parse_and_write(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write one HTML page about one or several runs.")
     compare_runs.add_sides(parser)
     where = "default: RUN.html beside a single record, report.html beside the first of several"
@@ -105,6 +102,8 @@ def parse_and_write(argv: list[str] | None) -> None:
     write_bytes(path, content.encode())
     print(f"wrote {plain(str(path))}")
 
+
+main = partial(run_command, parse_and_write)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,8 @@
 """Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
 
-Everything is read once into columns, with NaN for whatever a log lacks, so the plots need no case for older
-logs. A record may come from anybody: each text of it becomes one line that a terminal can show.
+row_of_today() brings each row of an older log into today's shape, so that nothing else knows of them. Rows
+are read once into columns, with NaN for whatever a log lacks. A record may come from anybody: what is not of
+the type that a reader needs counts as missing, and each text becomes one line that a terminal can show.
 
 Trap: not every time_ms is that of a plain step. Warm-up includes compilation, older logs include evaluation,
 and a run that was stopped and resumed may have changed its hardware. Medians use only the rows in
@@ -14,6 +15,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,29 +25,54 @@ from common.errors import UserError
 from common.run_records import is_old_seal, load_record
 from common.text import one_line
 from common.time_to_loss import Progress
-from plots.record_values import as_dict, as_float, dicts
 
 METHODS = {
     "v1": "nanogpt_legacy_v1",
     "v2": "combined_formula_v2",
     "v3": "component_summation_v2025",
 }
+PLACES = {  # {column: where a row has it}
+    **{name: (name,) for name in ("iter", "loss", "lr", "time_ms", "tokens_per_sec")},
+    **{name: (name,) for name in ("sm_clock_mhz", "power_w", "temperature_c")},
+    **{name: ("mfu", name) for name in ("mfu_percent", "mfu_causal_percent", "tokens_per_iter")},
+    "peak_flops": ("mfu", "hardware_peak_flops"),
+    "memory_gb": ("memory", "max_allocated_gb"),
+    "grad_norm": ("gradients", "global_norm"),
+}
+LARGEST = 1e30  # FLOP/s of the largest machines are 1e19; far larger ones overflow on the way to the plot
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     path: Path
-    record: dict
-    columns: dict[str, np.ndarray]  # one value per logged iteration; see _row_values
+    record: dict  # its rows are as row_of_today() returns them
+    columns: dict[str, np.ndarray]  # one value per logged iteration
     warmup: np.ndarray  # bool: timing includes compilation or warm-up
     with_evaluation: np.ndarray  # bool: timing includes an evaluation (older logs)
-    earlier_attempt: np.ndarray  # bool: made by an attempt before the last
+    timed: np.ndarray  # bool: plain steps of the last attempt
     mfu_methods: tuple[str, ...]  # FLOPs formulas behind the MFU column; empty without MFU, normally one
 
     @property
-    def timed(self) -> np.ndarray:
-        return ~self.warmup & ~self.with_evaluation & ~self.earlier_attempt
+    def rows(self) -> list[dict]:
+        return self.record["training_iterations"]
+
+    @property
+    def startup(self) -> dict:
+        return as_dict(self.record.get("startup_info"))
+
+    @property
+    def config(self) -> dict:
+        return as_dict(self.record.get("config"))
+
+    @property
+    def hardware(self) -> dict:
+        """The mfu fields of the last measured row; what was found at start-up replaces them."""
+        last: dict = next((row["mfu"] for row in reversed(self.rows) if row["mfu"]), {})
+        found = as_dict(self.startup.get("hardware"))
+        return {**last, **{key: value for key, value in found.items() if value is not None}}
+
+    # --- texts ---
 
     @property
     def label(self) -> str:
@@ -58,28 +85,6 @@ class Run:
         if status == "running" and not self.record.get("end_time"):
             return "running, or killed (no end recorded)"
         return one_line(str(status or "status not recorded"))
-
-    @property
-    def warmup_spans(self) -> list[tuple[float, float]]:
-        """First and last iteration of each series of warm-up rows."""
-        rows = np.flatnonzero(self.warmup)
-        series = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-        iters = self.columns["iter"]
-        return [(iters[each[0]], iters[each[-1]]) for each in series if len(each)]
-
-    @property
-    def attempt_starts(self) -> list[float]:
-        """The iterations at which the run was resumed."""
-        attempts = dicts(self.record, "attempts")[1:]
-        return list(finite(np.array([as_float(attempt.get("start_iter")) for attempt in attempts])))
-
-    @property
-    def startup(self) -> dict:
-        return as_dict(self.record.get("startup_info"))
-
-    @property
-    def config(self) -> dict:
-        return as_dict(self.record.get("config"))
 
     @property
     def model(self) -> str:
@@ -96,40 +101,35 @@ class Run:
         return one_line(f"{self.num_gpus} x {name}" if self.num_gpus else str(name))
 
     @property
-    def num_gpus(self) -> int | None:
-        number = as_float(self.hardware.get("num_gpus"), 0)
-        return int(number) or None
-
-    @property
     def precision(self) -> str:
         precision = self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded"
-        low = as_dict(self.startup.get("low_precision")).get("recipe")
+        low = look_up(self.startup, "low_precision", "recipe")
         return one_line(", ".join(str(name) for name in (precision, low) if name))
-
-    @property
-    def hardware(self) -> dict:
-        """The mfu fields of the last measured row; what was found at start-up replaces them."""
-        rows = [_measured(row) for row in self.record["training_iterations"]]
-        last: dict = next((mfu for mfu in reversed(rows) if mfu), {})
-        found = as_dict(self.startup.get("hardware"))
-        return {**last, **{key: value for key, value in found.items() if value is not None}}
-
-    @property
-    def peak_tflops_per_gpu(self) -> float | None:
-        peaks = finite(self.columns["peak_flops"])
-        return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
 
     @property
     def peak(self) -> str:
         """'989.4 TFLOPS per GPU'; 'measured' if it was timed on the machine, where the next start may find
         half as much if it is a CPU, as in '229.7 GFLOPS, measured'."""
-        kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
-        kind += ", measured" * bool(as_dict(self.hardware.get("peak")).get("measured"))
-        if not (tflops := self.peak_tflops_per_gpu):
+        peaks = finite(self.columns["peak_flops"])
+        if not len(peaks) or not peaks[-1] or not self.num_gpus:
             return ""
+        flops = float(peaks[-1]) / self.num_gpus
+        kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
+        kind += ", measured" * bool(look_up(self.hardware, "peak", "measured"))
         if self.config.get("device") == "cpu":
-            return f"{units.flops(tflops * 1e12)}LOPS{kind}"
-        return f"{tflops:,.6g} TFLOPS per GPU{kind}"
+            return f"{units.flops(flops)}LOPS{kind}"
+        return f"{flops / 1e12:,.6g} TFLOPS per GPU{kind}"
+
+    @property
+    def why_no_mfu(self) -> str:
+        reasons = [row.get("mfu_reason") for row in self.rows if row.get("mfu_reason")]
+        return one_line(str(reasons[-1])) if reasons else "the log holds no measured MFU and gives no reason"
+
+    # --- numbers ---
+
+    @property
+    def num_gpus(self) -> int | None:
+        return int(as_float(self.hardware.get("num_gpus"), 0)) or None
 
     @property
     def tokens_per_iter(self) -> float | None:
@@ -150,24 +150,42 @@ class Run:
     @property
     def flops_per_token(self) -> float:
         """Of training, by the formula of its MFU, or else of its start-up report."""
-        flops = as_dict(self.startup.get("flops"))
-        method = next(iter(self.mfu_methods), flops.get("calculation_method"))
-        return as_float(as_dict(flops.get("totals")).get(str(method)))
+        method = next(iter(self.mfu_methods), look_up(self.startup, "flops", "calculation_method"))
+        return as_float(look_up(self.startup, "flops", "totals", str(method)))
 
     @property
     def best_val_loss(self) -> float | None:
         """Since the validation losses are of what they are of now (training/evaluation.py, `measure`)."""
-        summary, events = as_dict(self.record.get("summary")), dicts(self.record, "events")
+        events = dicts(self.record, "events")
         changes = [as_float(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
         losses = evaluations(self, "val_loss", since_attempt=max(changes, default=0))[1]
-        seen = [*losses, as_float(summary.get("best_val_loss"))]
+        seen = [*losses, as_float(look_up(self.record, "summary", "best_val_loss"))]
         return min((loss for loss in seen if loss < 1e9), default=None)  # older logs: nothing was evaluated
 
-    @property
-    def why_no_mfu(self) -> str:
-        rows = self.record["training_iterations"]
-        reasons = [row.get("mfu_reason") for row in rows if row.get("mfu_reason")]
-        return one_line(str(reasons[-1])) if reasons else "the log holds no measured MFU and gives no reason"
+
+# --- values from anybody ---
+
+
+def as_float(value: Any, default: float = math.nan) -> float:
+    """The value as a float; `default` if it is no number, or one that no quantity of a run can have."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < LARGEST else default  # NaN is below nothing
+
+
+def as_dict(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def dicts(record: dict, key: str) -> list[dict]:
+    rows = record.get(key)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def look_up(value: Any, *names: str) -> Any:
+    """What is under these names, each within the one before; None if nothing is."""
+    for name in names:
+        value = as_dict(value).get(name)
+    return value
 
 
 # --- reading ---
@@ -202,57 +220,44 @@ def load_run(path: Path) -> Run:
         raise UserError(f"{path} is not a run record: it has no list of training_iterations")
 
     progress = {as_float(row.get("iter")): row for row in dicts(record, "training_progress")}
-    values = [_row_values(row, index, progress) for index, row in enumerate(rows)]
-    names = _row_values({}, 0, {}).keys()
-    columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
-    measured = [mfu for row in rows if (mfu := _measured(row))]
-    methods = {one_line(str(mfu.get("calculation_method") or "method not stated")) for mfu in measured}
-    masks = _warmup_and_evaluation(rows, columns["iter"], record)
-    attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
-    earlier_attempt = attempts < as_float(record.get("attempt"), 1)
-    return Run(path, record, columns, *masks, earlier_attempt, tuple(sorted(methods)))
-
-
-def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
-    """One logged iteration as numbers, NaN where the log has none."""
-    mfu, memory = _measured(row), as_dict(row.get("memory"))
-    iteration = as_float(row.get("iter"), index)
-    sources = (row, mfu, progress.get(iteration, {}))
-    tokens_per_sec = (source.get("tokens_per_sec") for source in sources)
-    peak_tflops = as_float(mfu.get("hardware_peak_tflops"))
-    known = ("loss", "lr", "time_ms", "sm_clock_mhz", "power_w", "temperature_c")
-    return {
-        "iter": iteration,
-        **{name: as_float(row.get(name)) for name in known},
-        "tokens_per_sec": as_float(next((value for value in tokens_per_sec if value is not None), None)),
-        "mfu_percent": _mfu_percent(mfu),
-        "mfu_causal_percent": as_float(mfu.get("mfu_causal_percent")),
-        "tokens_per_iter": as_float(mfu.get("tokens_per_iter")),
-        "peak_flops": as_float(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
-        "memory_gb": as_float(memory.get("max_allocated_gb"), as_float(memory.get("allocated_gb"))),
-        "grad_norm": as_float(as_dict(row.get("gradients")).get("global_norm")),
+    evaluated = {as_float(step.get("iter")) for step in dicts(record, "eval_steps")}
+    is_old = not any("warmup" in row for row in rows)  # then it has evaluations within its times, too
+    first = as_float(rows[0].get("iter"), 0) if rows else 0
+    rows = [row_of_today(row, index, progress) for index, row in enumerate(rows)]
+    columns = {
+        name: np.array([as_float(look_up(row, *place)) for row in rows], float)
+        for name, place in PLACES.items()
     }
+    iters = columns["iter"]
+    warmup = np.array([bool(row.get("warmup")) for row in rows], bool)
+    warmup |= is_old & (iters < first + OLD_WARMUP_ITERS)
+    with_evaluation = is_old & np.isin(iters, list(evaluated))
+    attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
+    timed = ~warmup & ~with_evaluation & (attempts >= as_float(record.get("attempt"), 1))
+    named = (row["mfu"].get("calculation_method") or "method not stated" for row in rows if row["mfu"])
+    methods = {one_line(str(name)) for name in named}
+    record = {**record, "training_iterations": rows}
+    return Run(path, record, columns, warmup, with_evaluation, timed, tuple(sorted(methods)))
 
 
-def _warmup_and_evaluation(
-    rows: list[dict], iters: np.ndarray, record: dict
-) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (warmup, with_evaluation) of the rows whose timing is not that of a plain step."""
-    nothing = np.zeros(len(rows), dtype=bool)
-    if any("warmup" in row for row in rows):  # by our logger, whose timings do not include evaluation
-        return np.array([bool(row.get("warmup")) for row in rows]), nothing
-    with_evaluation = np.isin(iters, [as_float(step.get("iter")) for step in dicts(record, "eval_steps")])
-    return iters < sum(iters[:1]) + OLD_WARMUP_ITERS, with_evaluation
-
-
-def _measured(row: dict) -> dict:
-    """The row's mfu fields, {} if it has none; older logs hold -100.0 until the first measurement."""
-    mfu = as_dict(row.get("mfu"))
-    return mfu if _mfu_percent(mfu) >= 0 else {}
-
-
-def _mfu_percent(mfu: dict) -> float:
-    return as_float(mfu.get("mfu_percent"), 100 * as_float(mfu.get("mfu")))
+def row_of_today(row: dict, index: int, progress: dict[float, dict]) -> dict:
+    """A row as train.py writes it today. Older logs hold an MFU of -100.0 until the first measurement, or
+    have it only as a share; they have tokens/s within `mfu` or in training_progress alone, peaks in TFLOPS,
+    and memory without its maximum. `mfu` is {} if it was not measured."""
+    iteration = as_float(row.get("iter"), index)
+    mfu, memory = as_dict(row.get("mfu")), as_dict(row.get("memory"))
+    percent = as_float(mfu.get("mfu_percent"), 100 * as_float(mfu.get("mfu")))
+    peak = as_float(mfu.get("hardware_peak_flops"), 1e12 * as_float(mfu.get("hardware_peak_tflops")))
+    mfu = {**mfu, "mfu_percent": percent, "hardware_peak_flops": peak} if percent >= 0 else {}
+    speeds = (source.get("tokens_per_sec") for source in (row, mfu, progress.get(iteration, {})))
+    gib = as_float(memory.get("max_allocated_gb"), as_float(memory.get("allocated_gb")))
+    return {
+        **row,
+        "iter": iteration,
+        "mfu": mfu,
+        "tokens_per_sec": next((speed for speed in speeds if speed is not None), None),
+        "memory": {**memory, "max_allocated_gb": gib},
+    }
 
 
 # --- numbers ---
@@ -270,9 +275,9 @@ def evaluations(run: Run, name: str, since_attempt: float = 0) -> tuple[np.ndarr
     return x[exists], y[exists]
 
 
-def iterations_of(run: Run, section: str) -> np.ndarray:
+def iterations_of(entries: list[dict], name: str = "iter") -> np.ndarray:
     """Of the entries of a list of the record, such as "events"."""
-    return finite(np.array([as_float(entry.get("iter")) for entry in dicts(run.record, section)]))
+    return finite(np.array([as_float(entry.get(name)) for entry in entries]))
 
 
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:
@@ -288,7 +293,7 @@ def tokenizers_differ(runs: list[Run]) -> bool:
     """Whether nats per token of these runs cannot be compared. By what all records that name the tokenizer of
     their data say of it."""
     sources = [source for run in runs for source in dicts(as_dict(run.startup.get("data")), "sources")[:1]]
-    recorded = [found for source in sources if (found := as_dict(source.get("meta")).get("tokenizer"))]
+    recorded = [found for source in sources if (found := look_up(source, "meta", "tokenizer"))]
     named = [as_dict(found) or {"name": found} for found in recorded]
     for key in ("sha256", "chars", "name"):
         if all(tokenizer.get(key) for tokenizer in named):
@@ -299,13 +304,10 @@ def tokenizers_differ(runs: list[Run]) -> bool:
 def throttled(run: Run) -> str:
     """'power_limit 98 %': in which share of the samples of the timed rows the GPU had lowered its clock, and
     for what; an empty text if no row has samples."""
-    rows = [row for row, timed in zip(run.record["training_iterations"], run.timed, strict=True) if timed]
-    known = [row["throttle"] for row in rows if isinstance(row.get("throttle"), dict)]
+    known = dicts({"shares": [run.rows[i].get("throttle") for i in np.flatnonzero(run.timed)]}, "shares")
     reasons = dict.fromkeys(reason for shares in known for reason in shares)
-    means = [sum(as_float(shares.get(reason), 0) for shares in known) / len(known) for reason in reasons]
-    texts = [
-        f"{one_line(reason, 30)} {100 * mean:.0f} %" for reason, mean in zip(reasons, means, strict=True)
-    ]
+    means = {r: sum(as_float(shares.get(r), 0) for shares in known) / len(known) for r in reasons}
+    texts = [f"{one_line(reason, 30)} {100 * mean:.0f} %" for reason, mean in means.items()]
     return " and ".join(texts) or "nothing" * bool(known)
 
 
@@ -313,8 +315,7 @@ def recounted(run: Run, method: str) -> Run:
     """The run with its MFU by another FLOPs formula: tokens/s x training FLOPs per token / peak."""
     if run.mfu_methods in ((), (method,)):
         return run
-    totals = as_dict(as_dict(run.startup.get("flops")).get("totals"))
-    flops_per_token = as_float(totals.get(method))
+    flops_per_token = as_float(look_up(run.startup, "flops", "totals", method))
     if math.isnan(flops_per_token):
         raise UserError(
             f"{run.path} counts MFU by {' and '.join(run.mfu_methods)} and cannot be recounted as {method}: "

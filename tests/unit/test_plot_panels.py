@@ -59,15 +59,6 @@ def test_a_few_points_are_not_smoothed(tmp_path):
     assert len([line for line in axis.lines if len(line.get_xdata()) == 6]) == 1
 
 
-def test_the_loss_has_an_axis_of_tokens_where_the_log_says_them(tmp_path):
-    axis = panels(plot_single_run.plot(run_of(tmp_path, tokens_per_iter=TOKENS_PER_ITER)))["Loss"]
-    (second,) = axis.child_axes
-    second.figure.draw_without_rendering()
-    assert second.get_xlabel() == "tokens" and second.get_xticklabels()[-1].get_text().endswith(" B")
-    assert second.get_xlim() == pytest.approx([x * TOKENS_PER_ITER for x in axis.get_xlim()])
-    assert panels(plot_single_run.plot(run_of(tmp_path)))["Loss"].child_axes == []
-
-
 @pytest.mark.parametrize("sizes", [(1000, 1000), (1000, 2000)])
 def test_losses_of_several_runs_are_drawn_over_tokens_on_a_logarithmic_axis(tmp_path, sizes):
     """At the tokens that their weights have seen: both losses are measured before an iteration's update."""

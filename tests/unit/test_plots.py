@@ -13,7 +13,7 @@ from support.helpers import HANG_S
 
 from common.errors import UserError
 from common.text import aligned
-from plots import compare_runs, comparison_text, plot_single_run, report
+from plots import compare_runs, facts, plot_single_run, report
 from plots.run_record import expand_globs, load_run, recounted, spread
 from training.records import percentiles
 
@@ -229,7 +229,7 @@ def test_the_peak_of_a_cpu_is_not_called_that_of_a_gpu(tmp_path):
 def test_an_mfu_names_its_formula_and_its_peak(tmp_path, record, kind):
     run = load_run(write(tmp_path, record))
     assert f"MFU by {V3} of {kind}" in panels(plot_single_run.plot(run))
-    assert f"MFU by {V3}, peak {kind}" in comparison_text.describe(run)
+    assert f"MFU by {V3}, peak {kind}" in facts.describe(run)
 
 
 def panels(fig):
@@ -279,9 +279,11 @@ def test_a_resumed_run_has_each_iteration_once_two_warm_ups_and_the_medians_of_i
     assert spread(run, "tokens_per_sec")[0] == pytest.approx(363_500, rel=0.01)
     assert run.columns["iter"][run.timed].tolist() == list(range(620, 1000, 10))
     assert spread(load_run(write(tmp_path, new_record(10, every=1), "warming_up")), "time_ms") is None
-    assert run.warmup_spans == [(0, 10), (600, 610)] and run.attempt_starts == [600]
-    axis = plot_single_run.plot(run).axes[0]
-    assert [line.get_xdata()[0] for line in axis.lines if line.get_label() == "resumed"] == [599.5]
+    found = panels(plot_single_run.plot(run))
+    assert [line.get_xdata()[0] for line in found["Loss"].lines if line.get_label() == "resumed"] == [599.5]
+    spans = [(p.get_x(), p.get_x() + p.get_width(), p.get_label()) for p in found["Throughput"].patches]
+    assert [span[:2] for span in spans] == [(-0.5, 10.5), (599.5, 610.5)]
+    assert [label == "warm-up" for *_, label in spans] == [True, False]
 
 
 def test_old_logs_lose_five_iterations_and_their_evaluations(tmp_path):
