@@ -1,12 +1,8 @@
-"""What users of other programs type, and what it is here: the hints of errors, and what would train otherwise
-than it does there."""
+"""What users of other programs type, and what it is here: the hints of errors."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-
-from common.errors import UserError
 
 NANOCHAT, LITGPT, TORCHTITAN = "nanochat", "litgpt", "torchtitan"
 SIZE = "n_layer, n_head and n_embd; python -m tools.plan --arch=qwen3 --size=1e9 prints them for a size"
@@ -39,8 +35,6 @@ VALUES = {
     ("device", "mps"): "not supported: training runs on CUDA GPUs or on the CPU; on a Mac: --device=cpu "
     "--dtype=float32 --compile=False",
 }
-# a product, or what nanoGPT's configs say beside their total: '... * 5 gradaccum * 8 GPUs = 491,520'
-PRODUCT, TOTAL = re.compile(r"=\s*(\d+)\s*\*\s*(\d+)\b"), re.compile(r"gradaccum \* \d+ GPUs")
 
 
 def flag_hint(name: str) -> str:
@@ -49,25 +43,6 @@ def flag_hint(name: str) -> str:
         return f", which is {FLAGS[name][0]}'s; here: {FLAGS[name][1]}"
     program = FAMILIES.get(name.partition(".")[0]) if "." in name else None
     return f", which looks like {program}'s; python train.py --help lists every key" if program else ""
-
-
-def check_total(steps: int | str, place: str, world_size: int) -> None:
-    """Raises UserError if a config file states gradient_accumulation_steps as nanoGPT does, as a total over
-    all GPUs. Here it is of each GPU, and several would silently train on so many times the tokens."""
-    path, _, line = place.rpartition(":")
-    if world_size == 1 or not isinstance(steps, int) or not (path and line.isdigit()):
-        return
-    text = Path(path).read_text(encoding="utf-8-sig")
-    stated = text.splitlines()[int(line) - 1].strip()
-    if not (PRODUCT.search(stated.partition("#")[0]) or TOTAL.search(text)):
-        return
-    each = str(steps // world_size) if steps % world_size == 0 else "what each GPU is to make"
-    raise UserError(
-        f"{stated!r} in {place}: is this nanoGPT's total over all GPUs? Here gradient_accumulation_steps is "
-        f"of each GPU, so {world_size} GPUs would make {steps * world_size} micro-steps. For a total of "
-        f"{steps}: --gradient_accumulation_steps={each}; for {steps} on each GPU: "
-        f"--gradient_accumulation_steps={steps}"
-    )
 
 
 def foreign_checkpoint(out_dir: Path) -> str:

@@ -13,7 +13,6 @@ from common.text import shown
 from model_config import config_key
 from training.checkpoints.folder import complete_checkpoints, find_checkpoint
 from training.checkpoints.saved_state import read_state
-from training.configuration.elsewhere import check_total
 from training.configuration.files_and_flags import Settings, make_config, read_settings
 from training.configuration.keys import KEYS, TrainConfig
 from training.pretrained.architecture import FAMILIES, Architecture
@@ -29,8 +28,6 @@ def load_run_config(argv: list[str], world_size: int = 1, needs_dataset: bool = 
             "no dataset is stated; add --dataset=NAME, of a folder in data/ (docs/data.md), or "
             "--dataset=quickstart, which is the text of Python's own library"
         )
-    if (steps := "gradient_accumulation_steps") in values:
-        check_total(values[steps], settings.places[steps], world_size)
     if values.get("init_weights") is not None:
         keys = _saved_keys(values)
         if keys is None:
