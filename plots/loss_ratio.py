@@ -46,8 +46,10 @@ def lines(sides: list[list[Run]], names: list[str]) -> list[str]:
     named = [{next(rest): run for run in side} for side in sides]
     found = []
     for side in named[1:]:
-        pair = [{name: run.progress for name, run in each.items()} for each in (named[0], side)]
-        base, other = ({name: p for name, p in each.items() if p and p.evaluations} for each in pair)
+        base, other = (
+            {name: p for name, run in each.items() if (p := run.progress) and p.evaluations}
+            for each in (named[0], side)
+        )
         runs = [*named[0].values(), *side.values()]
         if len(base) + len(other) < len(runs) or tokenizers_differ(runs):
             continue

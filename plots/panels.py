@@ -157,8 +157,11 @@ def points(run: Run, column: str, name: str = "") -> tuple[np.ndarray, np.ndarra
 
 def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> None:
     title, unit, form, median_form = COLUMNS[column]
-    above = mfu_title(runs) if column == "mfu_percent" else title
-    figure.label_axis(axis, above, unit, form, title_pad=6 if labels else 20)
+    heading = title
+    if column == "mfu_percent":  # an MFU means nothing without its formula and its peak
+        heading += f" by {next((run.mfu_methods[0] for run in runs if run.mfu_methods), 'no formula')}"
+        heading += f" of {runs[0].peak}" * (len(runs) == 1 and bool(runs[0].peak))
+    figure.label_axis(axis, heading, unit, form, title_pad=6 if labels else 20)
     lines = [points(run, column) for run in runs]
     for line, style, label in zip(lines, line_styles(len(runs)), labels or [f"_{title}"], strict=True):
         figure.draw(axis, *line, label=label, **style)
@@ -186,9 +189,3 @@ def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
         in_legend = None if series[0] > rows[0] else "warm-up"
         axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
     figure.legend(axis)
-
-
-def mfu_title(runs: list[Run]) -> str:
-    """With the formula and the peak of a single run, because an MFU means nothing without them."""
-    title = f"MFU by {next((run.mfu_methods[0] for run in runs if run.mfu_methods), 'no formula')}"
-    return f"{title} of {runs[0].peak}" if len(runs) == 1 and runs[0].peak else title

@@ -295,10 +295,9 @@ def tokenizers_differ(runs: list[Run]) -> bool:
     sources = [source for run in runs for source in dicts(as_dict(run.startup.get("data")), "sources")[:1]]
     recorded = [found for source in sources if (found := look_up(source, "meta", "tokenizer"))]
     named = [as_dict(found) or {"name": found} for found in recorded]
-    for key in ("sha256", "chars", "name"):
-        if all(tokenizer.get(key) for tokenizer in named):
-            return len({str(tokenizer[key]) for tokenizer in named}) > 1
-    return False
+    known = (key for key in ("sha256", "chars", "name") if all(tokenizer.get(key) for tokenizer in named))
+    key = next(known, "")
+    return len({str(tokenizer.get(key)) for tokenizer in named}) > 1
 
 
 def throttled(run: Run) -> str:

@@ -54,10 +54,8 @@ class Verdict:
         change, low, high = (100 * value for value in (self.change, self.low, self.high))
         assumed = ", noise assumed" * self.noise_is_assumed
         if not self.is_difference:
-            return (
-                f"{name} is not distinguishable from {other}: {change:+.1f} %, "
-                f"95 % interval {low:+.1f} to {high:+.1f} %{assumed}"
-            )
+            interval = f"95 % interval {low:+.1f} to {high:+.1f} %{assumed}"
+            return f"{name} is not distinguishable from {other}: {change:+.1f} %, {interval}"
         word = "faster" if change > 0 else "slower"
         near, far = sorted((abs(low), abs(high)))
         digits = 1 if near >= 0.05 else 2
@@ -70,7 +68,11 @@ class Verdict:
 def compare(side: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Verdict:
     """How much faster `side` is than `other`. Each is a list of runs, and a run is the tokens/s of its rows.
     Raises UserError if there are too few rows."""
-    sides = [[usual(rows) for rows in enough_rows(runs)] for runs in (other, side)]
+    for runs in (other, side):
+        fewest, least_rows = min(map(len, runs)), MIN_ROWS if len(runs) == 1 else 1
+        if fewest < least_rows:
+            raise UserError(f"too few rows: {fewest}, at least {least_rows}")
+    sides = [[usual(rows) for rows in runs] for runs in (other, side)]
     means = [np.array([rows.mean() for rows in logs]) for logs in sides]
     freedom, assumed = sum(map(len, means)) - 2, False
     squares = sum(float(((each - each.mean()) ** 2).sum()) for each in means)
@@ -78,7 +80,8 @@ def compare(side: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Verdict:
         freedom, assumed = RUN_NOISE_FREEDOM, True
         squares = freedom * (RUN_NOISE**2 + np.mean([within_run(logs) for (logs,) in sides]))
     # not less than what the rows of these runs make likely: few runs may lie near each other by chance
-    least = sum(mean_within(logs) / len(logs) for logs in sides)
+    noise = [[within_run(rows) for rows in logs if len(rows) >= MIN_ROWS] for logs in sides]
+    least = sum(float(np.mean(found or [0.0])) / len(logs) for found, logs in zip(noise, sides, strict=True))
     variance = max(squares / freedom * sum(1 / len(each) for each in means), least)
     difference = float(means[1].mean() - means[0].mean())
     margin = t_975(freedom) * math.sqrt(variance)
@@ -86,20 +89,6 @@ def compare(side: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Verdict:
     change, low, high = (math.expm1(min(difference + sign * margin, 700)) for sign in (0, -1, 1))
     stalls = np.mean([total(rows) for rows in side]) - np.mean([total(rows) for rows in other])
     return Verdict(change, low, high, math.expm1(min(stalls, 700)), assumed)
-
-
-def enough_rows(runs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """The runs of a side. Raises UserError if one has too few rows."""
-    fewest, least = min(map(len, runs)), MIN_ROWS if len(runs) == 1 else 1
-    if fewest < least:
-        raise UserError(f"too few rows: {fewest}, at least {least}")
-    return runs
-
-
-def mean_within(logs: Sequence[np.ndarray]) -> float:
-    """The mean of within_run() over the runs of a side that have enough rows for it."""
-    found = [within_run(rows) for rows in logs if len(rows) >= MIN_ROWS]
-    return float(np.mean(found)) if found else 0.0
 
 
 def total(rows: np.ndarray) -> float:

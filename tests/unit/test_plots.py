@@ -290,7 +290,7 @@ def test_old_logs_lose_five_iterations_and_their_evaluations(tmp_path):
     record = old_record()
     run = load_run(write(tmp_path, record))
     assert run.columns["iter"][~run.timed].tolist() == [0, 1, 2, 3, 4, 50, 100, 150]
-    assert math.isnan(run.columns["mfu_percent"][0])  # -100.0 was no measurement
+    assert math.isnan(run.columns["mfu_percent"][0]) and run.mfu_methods == (V1,)  # -100.0 is no measurement
     wanted = [row["mfu"]["mfu_percent"] for row in record["training_iterations"][1:]]
     assert run.columns["mfu_percent"][1:].tolist() == pytest.approx(wanted)
 
