@@ -80,6 +80,8 @@ def test_a_setting_that_differs_between_ranks_is_an_error_that_names_ranks_and_v
 
 
 def test_machines_may_have_their_data_at_other_paths_but_not_ranks_of_one_machine(monkeypatch):
+    with pytest.raises(UserError, match="learning_rate is 0.1 on rank 0, 0.2 on rank 1"):
+        settings_of(monkeypatch, (0, {"learning_rate": 0.1}), (1, {"learning_rate": 0.2}))
     settings_of(monkeypatch, (0, {"dataset": "/a/text"}), (1, {"dataset": "/b/text"}))
     with pytest.raises(UserError, match="dataset is '/a' on rank 1, '/b' on rank 2"):
         settings_of(monkeypatch, (0, {"dataset": "/a"}), (1, {"dataset": "/a"}), (1, {"dataset": "/b"}))

@@ -41,6 +41,12 @@ def best_of(out_dir: Path) -> str:
     return find_checkpoint(out_dir, "best").name
 
 
+def test_an_equal_loss_is_no_new_best(run, config, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.evaluate_and_save.evaluate", lambda *_: {"train": 2.0, "val": 2.5})
+    assert run(config) == 0
+    assert [path.name for path in (tmp_path / "out/checkpoints").glob("step-*")] == ["step-00000002"]
+
+
 @pytest.mark.resume
 def test_after_another_dataset_the_best_begins_anew(run, config, tmp_path, capsys):
     out = tmp_path / "out"

@@ -13,7 +13,7 @@ from support.updates import update
 import model_builder
 from common.errors import UserError
 from model_config import model_config
-from ops.orthogonalize import orthogonalize
+from ops.orthogonalize import POLAR_EXPRESS, orthogonalize
 from training.checkpoints.plan import checkpoint_bytes
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
@@ -60,6 +60,15 @@ def test_singular_values_become_nearly_one_and_singular_vectors_stay(shape, dtyp
         rest = in_its_base - torch.diag(in_its_base.diagonal())
         assert rest.square().sum() < (1e-4 if dtype == torch.float32 else 0.02) * len(s)
         assert (in_its_base.diagonal()[large] > 0.8).all()
+
+
+def test_the_largest_possible_singular_value_begins_2_percent_below_1():
+    """Else rounding could begin above 1, where the polynomials grow without end."""
+    value = 1 / 1.02
+    for a, b, c in POLAR_EXPRESS:
+        value = a * value + b * value**3 + c * value**5
+    (found,) = orthogonalize([torch.outer(torch.arange(1.0, 17), torch.arange(1.0, 25))])
+    assert torch.linalg.svdvals(found)[0].item() == pytest.approx(value, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -12,7 +12,7 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.optimization import adamw
 from training.optimization.optimizer import build_optimizer, describe_optimizer
-from training.strategies.strategy import Shard
+from training.strategies.strategy import Shard, norms
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
 STEPS = 20
@@ -182,3 +182,8 @@ def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
     for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     optimizer.step(*scalars)
+
+
+def test_the_norm_of_many_numbers_is_added_in_float64():
+    many = torch.full((1 << 22,), 0.1)  # in float32: 0.2 % off
+    assert norms([many]).item() == pytest.approx(many[0].item() * 2**11, rel=1e-9)
