@@ -101,7 +101,7 @@ def test_a_changed_model_trains_alike_under_every_strategy_and_division(runs, na
             rows = last_run(out)["training_iterations"]
             found[tuple(division)] = [(row["loss"], row["gradients"]["global_norm"]) for row in rows]
     expected = found["alone", 8]
-    assert len(found) >= 6 and expected[-1][0] < expected[0][0] - 0.05
+    assert len(found) >= 4 and expected[-1][0] < expected[0][0] - 0.05
     for division, figures in found.items():
         for pair, wanted in zip(figures, expected, strict=True):
             assert pair == pytest.approx(wanted, rel=0.02 if name == TORCHS else 2e-4), division

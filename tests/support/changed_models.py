@@ -6,7 +6,8 @@ from pathlib import Path
 from support.helpers import ROOT, run_in_one_launch, write_config
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
-DIVISIONS = {1: [(8, 1), (2, 4)], 2: [(2, 2), (4, 1)]}  # processes -> batch_size, gradient_accumulation_steps
+# batch_size, gradient_accumulation_steps; DDP and ZeRO-1, which sum gradients alike, have one each
+DIVISIONS = {"alone": [(8, 1), (2, 4)], "ddp": [(2, 2)], "zero1": [(4, 1)], "fsdp": [(2, 2), (4, 1)]}
 RESUME = "--init_from=resume"
 
 
@@ -89,12 +90,12 @@ def train_changed(folder: Path, names, settings: dict, most: int = 2) -> dict[tu
         strategies = {"alone": [], **strategies}
         for strategy, flags in strategies.items():
             processes = 1 if strategy == "alone" else 2
-            for batch, steps in DIVISIONS[processes]:
+            for batch, steps in DIVISIONS[strategy]:
                 out = outs[name, strategy, batch] = place / f"{strategy}-{batch}"
                 sizes = f"--batch_size={batch}", f"--gradient_accumulation_steps={steps}"
                 command = [place / "model.py", place / "run.py", *flags, *sizes]
                 commands[processes].append([*command, f"--out_dir={out}"])
-                if name in (FROZEN, NUMBER) and (strategy, batch) == ("zero1", 2):
+                if name in (FROZEN, NUMBER) and strategy == "zero1":
                     half = [*command, f"--out_dir={place / 'halves'}", "--max_iters=4"]
                     commands[processes] += [half, [*half[:-1], RESUME]]
                     outs[name, "both halves", batch] = place / "halves"
