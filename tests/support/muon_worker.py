@@ -20,6 +20,7 @@ from training.process.world import World, init_world
 from training.strategies.parallelize import parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+DTYPES = ("bfloat16", "float32", "float16")  # on GPUs the first
 UPDATES = 3
 
 
@@ -42,11 +43,13 @@ def updated(settings: list[str], world: World) -> dict[str, tuple[int, torch.Ten
 
 def main(settings: list[str]) -> None:
     world = init_world(load_config(settings, launch_info()[2]))
-    whole = updated(settings, World(0, 0, 1, world.device))
-    for name, flags in STRATEGIES.items():
-        for weight, (start, part) in updated([*settings, *flags], world).items():
-            alone = whole[weight][1][start : start + len(part)]
-            assert torch.equal(part, alone), (name, weight, world, (part - alone).abs().max())
+    for dtype in DTYPES if world.device.type == "cpu" else DTYPES[:1]:
+        of_dtype = [*settings, f"--dtype={dtype}"]
+        whole = updated(of_dtype, World(0, 0, 1, world.device))
+        for name, flags in STRATEGIES.items():
+            for weight, (start, part) in updated([*of_dtype, *flags], world).items():
+                alone = whole[weight][1][start : start + len(part)]
+                assert torch.equal(part, alone), (dtype, name, weight, world, (part - alone).abs().max())
     if world.is_main:
         print(f"equal on {world.size} processes", flush=True)
     end_process(world)
