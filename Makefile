@@ -36,10 +36,10 @@ speedrun: $(VENV)/.installed
 	$(BIN)/python -m bench.time_to_loss $(SPEEDRUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
+	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.installed-dev lint
-	NANOMFU_COLD_PROCESSES=1 $(BIN)/python -m pytest -m "not chaos" --numprocesses=3 --dist=loadfile
+	NANOMFU_COLD_PROCESSES=1 $(BIN)/python -m pytest -m "not chaos" --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos

@@ -29,7 +29,18 @@ def react_to_signals():
             signal.signal(number, lambda number, frame: None)
 
 
+# The files that take longest, first: no process has such a file left when the others are done.
+# With --no-loadscope-reorder, as `make test` runs it.
+LONGEST = (
+    *("runs/test_strategies", "unit/test_low_precision", "faults/test_starts", "runs/test_changed_model"),
+    *("faults/test_preemption", "faults/test_second_look", "faults/test_killed_trackers"),
+    *("faults/test_failures", "faults/test_checkpoint_saving", "faults/test_health"),
+)
+
+
 def pytest_collection_modifyitems(items):
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # stable
     if torch.cuda.is_available():
         return
     for item in items:
