@@ -269,7 +269,7 @@ def trained_by(folder):
             (name, recipe): keys
             for recipe in RECIPES
             for name, keys in STRATEGIES.items()
-            if name != "recomputed" or recipe in COVERING
+            if name in ("ddp", "fsdp") or recipe in COVERING
         }
         runs = one if processes == 1 else two
         named = {f"{name}-{kind}": keys | {"low_precision": kind} for (name, kind), keys in runs.items()}
@@ -284,9 +284,10 @@ def test_every_strategy_trains_like_one_process(trained_by, recipe):
     found = {name: of for (name, its), of in trained_by(2).items() if its == recipe}
     for each in found.values():
         assert each == pytest.approx(alone, rel=0.02)
-    ddp, zero1 = found["ddp"], found["zero1"]
-    assert zero1[:2] == ddp[:2]  # then the gradient norm, summed in another order, is another one
-    assert zero1 == pytest.approx(ddp, rel=5e-3)
+    if recipe in COVERING:
+        ddp, zero1 = found["ddp"], found["zero1"]
+        assert zero1[:2] == ddp[:2]  # then the gradient norm, summed in another order, is another one
+        assert zero1 == pytest.approx(ddp, rel=5e-3)
 
 
 @pytest.mark.parametrize("recipe", COVERING)
