@@ -84,8 +84,9 @@ def prepare(
     packed = [path for path in read if path.endswith((".gz", ".zst"))]
     whole = [path for path in packed if text_size(path, read[path]) > LONG_BYTES]
     say_files("not divided", whole, "compressed: one worker reads each, and begins it again after a kill")
-    plan = {"version": VERSION, **asdict(settings), "columns": list(settings.columns or [])}
-    plan |= {"chat": list(settings.chat or [])[1:]}  # without the folder, whose name may be another
+    plan = {"version": VERSION, **asdict(replace(settings, columns=None, chat=None))}
+    for kind in (settings.columns, settings.chat and settings.chat._replace(folder="")):  # it may be another
+        plan |= kind._asdict() if kind else {}
     plan |= {"input": listing, "tokenizer": hash_tokenizer(tokenizer)}
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
