@@ -192,21 +192,36 @@ class ChatTemplate:
         begin, name = self._render(messages[:k], tools, prompt=True), f"message {k + 1}"
         if not whole.startswith(begin):
             raise BadRecord(
-                f"the chat template does not begin {name} as add_generation_prompt begins an answer"
+                f"the chat template does not begin {name} as add_generation_prompt begins an answer, or "
+                "changes the turns before it"
             )
-        ends = [found.end() for found in self.special.finditer(whole, len(begin))]
-        if not ends or whole[ends[-1] :].strip():
+        ends = list(self.special.finditer(whole, len(begin)))
+        if not ends or whole[ends[-1].end() :].strip():
             raise BadRecord(f"no special token ends {name}, so the model would not learn to stop")
-        if "".join(messages[k]["content"].split()) not in "".join(whole[len(begin) : ends[-1]].split()):
+        span = len(begin), ends[-1].end()
+        said = "".join(whole[len(begin) : ends[-1].start()].split())
+        if "".join(messages[k]["content"].split()) not in said:
             raise BadRecord(f"the chat template changes what {name} says")
+        for what, text in self._also_said(messages[k]):
+            if "".join(text.split()) not in said:
+                raise BadRecord(f"the chat template leaves out the {what} of {name}")
         if GENERATION.search(self.template):
             marked = self._marked(messages[: k + 1], tools)
-            if marked != (len(begin), ends[-1]):
+            if marked != span:
                 raise BadRecord(
                     f"the template's {{% generation %}} marks characters {marked} of {name} and its end; an "
-                    f"answer and the token that ends it are {(len(begin), ends[-1])}"
+                    f"answer and the token that ends it are {span}"
                 )
-        return len(begin), ends[-1]
+        return span
+
+    @staticmethod
+    def _also_said(message: dict) -> Iterator[tuple[str, str]]:
+        """(what it is, text) beside the content, which not every template renders."""
+        if isinstance(thinking := message.get("reasoning_content"), str):
+            yield "reasoning_content", thinking
+        for call in message.get("tool_calls") or []:
+            name = call.get("function", call).get("name") if isinstance(call, dict) else call
+            yield f"call of {name!r:.80}", str(name)
 
     def _marked(self, messages: list[dict], tools: Any) -> tuple[int, int] | None:
         """The last part of the rendering that the template marks."""
@@ -272,6 +287,7 @@ class ChatTemplate:
             said = self.backend.decode(ids[place].tolist(), skip_special_tokens=False)
             if said.strip() != text[first:end].translate(self.spelled).strip():
                 raise BadRecord(f"the ids of an answer decode to {said!r:.80}, which it does not say")
+        stored[:1] = ~ids[:1]  # in a window, only the document before could predict it
         return stored
 
     def _tokens_before(self, text: str, place: int, ids: np.ndarray) -> int:

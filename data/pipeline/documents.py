@@ -43,7 +43,9 @@ def is_one_document(path: Path) -> bool:
 def parse_line(line: bytes, place: str, text_key: str | None) -> str:
     try:
         if text_key is None:
-            return json.dumps(json.loads(line), ensure_ascii=False)
+            record = json.dumps(json.loads(line), ensure_ascii=False)
+            record.encode("utf-8")  # fails for half a surrogate pair
+            return record
         values = DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         if isinstance(values, dict) and text_key not in values:
             texts = [name for name, value in values.items() if isinstance(value, str)]
@@ -55,9 +57,8 @@ def parse_line(line: bytes, place: str, text_key: str | None) -> str:
     except RecursionError:
         raise BadRecord(f"{place} has brackets that are nested too deeply to be read") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(
-            f'{place} is not a JSON object with a "{text_key}" string ({type(error).__name__}: {error})'
-        ) from None
+        wanted = f'a JSON object with a "{text_key}" string' if text_key else "JSON of text"
+        raise BadRecord(f"{place} is not {wanted} ({type(error).__name__}: {error})") from None
 
 
 def read_lines(

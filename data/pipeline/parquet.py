@@ -89,10 +89,17 @@ def _text(value: Any, max_bytes: int, place: str, row: bool) -> str | BadRecord:
     if isinstance(value, str):
         return BadRecord(f"{place} {value}")
     if row:
-        return json.dumps(value.as_py(), ensure_ascii=False, default=str)
+        return json.dumps(_without_nulls(value.as_py()), ensure_ascii=False, default=str)
     if value.is_valid and value.as_buffer().size <= max_bytes:
         try:
             return str(value.as_buffer(), "utf-8")
         except UnicodeDecodeError:
             pass
     return BadRecord(f"{place} has no text, or none of at most {max_bytes >> 20} MiB")
+
+
+def _without_nulls(value: Any) -> Any:
+    """In a column, what one row's object does not have is null if another row's has it."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
