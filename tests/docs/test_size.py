@@ -50,11 +50,11 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 39_620,
-    "lines that train.py reaches": 23_150,
+    "lines of the product": 39_550,
+    "lines that train.py reaches": 22_570,
     "lines of ops/": 4_540,
-    "lines of bench/": 3_469,
-    "lines of configs": 519,
+    "lines of bench/": 3_064,
+    "lines of configs": 534,
     "lines of training/": 15_580,
     "keys": 110,
     "words of the documents": 29_500,
