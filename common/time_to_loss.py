@@ -181,8 +181,8 @@ def _milliseconds(rows: list[dict]) -> list[float]:
 
 def _gpus(row: dict) -> float:
     """That made this row; a row of a record says it by its speeds."""
-    if _is_number(number := row.get("gpus")):
-        return number
+    if _is_number(row.get("gpus")):
+        return float(row["gpus"])
     everywhere, each = row.get("tokens_per_sec"), row.get("tokens_per_sec_per_gpu")
     return everywhere / each if _is_number(everywhere) and _is_number(each) and each else 1.0
 

@@ -239,7 +239,8 @@ class Search:
 
     def _repeat(self) -> None:
         """The best against the config as it is. Without a real gain the config stays."""
-        found, sides = self.best, (self.best, {})
+        found = self.best
+        sides: tuple[Setting, ...] = (self.best, {})
         for setting in sides * (REPEATS - 1):
             self._measure(setting)
         failed = [run["reason"] for one in sides for run in self.all_runs(one) if run["reason"]]
@@ -273,8 +274,8 @@ class Search:
         try:
             run = read_json(folder / "bench" / "table.json")["entries"][0]["runs"][0]
         except (OSError, ValueError, LookupError):  # it has ended before the training
-            *_, last = ["", *(folder / "console.log").read_text(errors="replace").splitlines()]
-            raise UserError(f"bench.throughput: {one_line(last, 300)}") from None
+            lines = (folder / "console.log").read_text(errors="replace").splitlines() or [""]
+            raise UserError(f"bench.throughput: {one_line(lines[-1], 300)}") from None
         runs.append(run)
 
     def all_runs(self, setting: Setting) -> list[Run]:

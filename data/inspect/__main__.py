@@ -78,12 +78,12 @@ def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
     other ids, which are negative, are not."""
     if tokenizer is None:
         return " ".join(map(str, ids.tolist()))
-    edges = np.flatnonzero(np.diff(ids < 0)) + 1 if ids.min(initial=0) < 0 else []
+    is_chat = ids.min(initial=0) < 0
     begin, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
     shown = []
-    for part in np.split(ids, edges):
+    for part in np.split(ids, np.flatnonzero(np.diff(ids < 0)) + 1):
         text = tokenizer.decode(plain_ids(part).tolist())
-        shown.append(f"{begin}{text}{end}" if ids.min(initial=0) < 0 <= part.min(initial=0) else text)
+        shown.append(f"{begin}{text}{end}" if is_chat and part[0] >= 0 else text)
     return "".join(shown)
 
 

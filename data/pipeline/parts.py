@@ -550,10 +550,12 @@ def write_part(
     def taken() -> Iterator[tuple[str, Iterator[np.ndarray]]]:
         nonlocal val_documents
         found = documents(part, settings, reject, budget.wanted)
-        stored = ((document, [ids]) for document in found for ids in document.content)
-        if settings.chat:
-            stored = encode_chats(found, settings.chat, counts, reject)
-        for document, pieces in stored if settings.with_lengths else encode(found, tokenizer, reject):
+        encoded: Iterator[tuple[Document, Iterable[np.ndarray]]] = encode(found, tokenizer, reject)
+        if settings.columns:
+            encoded = ((document, [ids]) for document in found for ids in document.content)
+        elif settings.chat:
+            encoded = encode_chats(found, settings.chat, counts, reject)
+        for document, pieces in encoded:
             if not budget.wanted(document.file) or budget.room(document) < 1:
                 continue
             pieces = iter(pieces)

@@ -205,7 +205,7 @@ def _read_manifest(part: Part, folder: Path, dtype: str, counts: tuple[str, ...]
     except (OSError, ValueError):
         return None
     files: Any = manifest.get("files")
-    texts = (manifest.get("bad_records"), manifest.get("val_files"))
+    texts: list[Any] = [manifest.get("bad_records"), manifest.get("val_files")]
     name = re.compile(rf"({'|'.join(part.stems.values())})(_\d{{3}})?\.bin")
     is_possible = (
         isinstance(files, dict)
