@@ -1,6 +1,6 @@
 # Fine-tuning of Qwen3-0.6B (596,049,920 parameters, tied) on conversations, all weights: docs/chat.md.
 # GPU: one with 24 GB or more, by the estimate of memory. Unmeasured with the published weights.
-# Needs: python data/chat/prepare.py --input chats.jsonl --tokenizer hf:FOLDER, of the same folder.
+# Needs: conversations in the tokenizer and the chat template of the same folder, by data/chat/prepare.py.
 out_dir = "out-sft"
 dataset = "chat"
 init_weights = "hf:Qwen/Qwen3-0.6B"  # says the model's shape, so no key of the model is here
