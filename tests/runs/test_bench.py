@@ -568,7 +568,7 @@ def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder
 ):
     assert from_root(ROOT / "out-bench/new") == "out-bench/new"
     assert from_root(tmp_path) == str(tmp_path)
-    arguments = argparse.Namespace(suite=None, variant=[], config=ROOT / "config/quickstart.py")
+    arguments = argparse.Namespace(suite=None, variant=[], config=ROOT / "config/quickstart.py", nproc=1)
     variants = throughput.chosen(arguments)[1]
     assert variants[0].config == "config/quickstart.py"
     monkeypatch.chdir(tmp_path)  # the plan is made from anywhere
