@@ -308,5 +308,5 @@ def test_every_prepare_runs_from_its_folder_and_from_the_root(path):
         result = run_prepare(name, "--help", cwd=cwd, script=script)
         assert result.returncode == 0 and "--output" in result.stdout, result.stderr
         assert ("--shard_tokens" in result.stdout) == (
-            name.startswith("slimpajama") or name in ("text", "mds")
+            name.startswith("slimpajama") or name in ("text", "mds", "chat")
         )

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_without_a_baseline_each_run_is_compared_with_the_first(tmp_path, printe
     output = printed(*paths)
     assert "\nB is not distinguishable from A: " in output
     line = next(line for line in output.splitlines() if line.startswith("C is "))
-    found = compare(*([comparison_text.speeds(load_run(path))] for path in (paths[2], paths[0])))
+    found = compare(*([comparison_text.speeds(load_run(Path(path)))] for path in (paths[2], paths[0])))
     low, high = 100 * found.low, 100 * found.high
     interval = f"95 % interval {low:.1f} to {high:.1f} %, noise assumed"
     assert line == f"C is {100 * found.change:.1f} % faster than A, {interval}"
