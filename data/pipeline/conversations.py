@@ -119,6 +119,11 @@ class ChatTemplate:
             counts["targets"] += int((stored >= 0).sum())
             yield stored
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a user's message, up to where the answer begins. Raises BadRecord."""
+        message = self._with_stand_ins({"role": "user", "content": text})
+        return self._encode(self._render([message], None, prompt=True))
+
     # --- messages ---
 
     def _read(self, record: Any, key: str) -> tuple[list[dict], Any, set[int]]:

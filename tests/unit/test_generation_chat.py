@@ -62,3 +62,14 @@ def test_code_in_the_folder_of_a_tokenizer_is_never_run(folder):
     (folder / "own.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(UserError, match="^--chat: transformers cannot use a chat template of "):
         apply_template(folder, ["hi"])
+
+
+def test_a_special_token_that_a_prompt_spells_is_text(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [{"id": len(CHARS), "content": "<a>", "special": True, **flags}]
+    path.write_text(json.dumps(content))
+    set_config(folder, chat_template=TEMPLATE)
+    ids, _ = apply_template(folder, ["<a>"])
+    assert ids == [[CHARS.index(char) for char in "<u><a>"] + [len(CHARS)]]
