@@ -11,6 +11,7 @@ The same command again goes on where it stopped. docs/chat.md has the details.
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -19,11 +20,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.pipeline.command import INPUT, TOKENS_MAX, make_dataset, make_parser, parse  # noqa: E402
+from data.pipeline.command import INPUT, TOKENS_MAX, make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.conversations import MESSAGES, TRAIN_ON, Chat, ChatTemplate  # noqa: E402
 from data.pipeline.documents import is_one_document  # noqa: E402
 from data.pipeline.input_files import find_files  # noqa: E402
-from data.pipeline.parts import Settings  # noqa: E402
 from data.tokenizers.choice import open_or_download_tokenizer  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 from data.tokenizers.tokenizer import HUB_PREFIX  # noqa: E402
@@ -59,7 +59,7 @@ def main() -> None:
     template = ChatTemplate(folder)
     wanted = args.train_on, args.max_length, args.messages_key
     chat = Chat(folder, template.sha256, template.end_of_turn, *wanted)
-    settings = Settings(None, None, args.val_fraction, args.shard_tokens, splits=args.splits, chat=chat)
+    settings = replace(make_settings(args, tokenizer, eot_id=None), chat=chat)
     weights = args.tokenizer if args.tokenizer.startswith(HUB_PREFIX) else f"{HUB_PREFIX}{folder}"
     make_dataset(args, files, tokenizer, settings, " ".join(args.input), weights)
 

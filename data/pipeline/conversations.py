@@ -15,8 +15,9 @@ import copy
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,13 @@ from common.durable_file import write_bytes
 from common.errors import UserError
 from data.huggingface import first_line
 from data.pipeline.bad_records import BadRecord
+from data.tokenizers.files_beside import BESIDE
 
 TRAIN_ON = ("assistant", "last", "all")
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 STAND_IN = 0xF0000  # of Unicode's private plane 15: the first character for special tokens in messages
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-COUNTS = ("cut", "too_long", "targets")
+COUNTS = ("cut", "too_long", "targets")  # documents of the first two, and tokens
 
 
 class Chat(NamedTuple):
@@ -87,17 +89,18 @@ class ChatTemplate:
         """The id of the special token that ends an answer. Raises UserError."""
         messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
         try:
-            _, end = self._answer(messages, 1, None, self._render(messages, None))
-            return self.ids[self.special.findall(self._render(messages, None)[:end])[-1]]
+            whole = self._render(messages, None)
+            _, end = self._answer(messages, 1, None, whole)
+            return self.ids[self.special.findall(whole[:end])[-1]]
         except BadRecord as bad:
             name = self.tokenizer.name_or_path
             raise UserError(
                 f"the chat template of {name} cannot be used: of a question and an answer, {bad}"
             ) from None
 
-    def documents(self, content: str, chat: Chat, counts: dict[str, int]) -> Iterator[np.ndarray]:
-        """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Adds
-        to the counts of COUNTS. Raises BadRecord."""
+    def documents(self, content: str, chat: Chat, counts: Counter[str]) -> Iterator[np.ndarray]:
+        """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Counts
+        those that are "cut" or "too_long". Raises BadRecord."""
         messages, tools, left_out = self._read(json.loads(content), chat.messages_key)
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [k for k in answers[-1:] if chat.train_on == "last"] or answers
@@ -115,9 +118,7 @@ class ChatTemplate:
                 counts["too_long"] += 1
                 continue
             counts["cut"] += len(text.rstrip()) < len(rendered.text.rstrip())
-            stored = self._masked(text, np.array(ids, np.int64), targets)
-            counts["targets"] += int((stored >= 0).sum())
-            yield stored
+            yield self._masked(text, np.array(ids, np.int64), targets)
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a user's message, up to where the answer begins. Raises BadRecord."""
@@ -148,7 +149,7 @@ class ChatTemplate:
                 left_out.add(k)
             message["content"] = self._text(message.get("content", ""), f"message {k + 1}")
             messages.append(self._with_stand_ins(message))
-        return messages, record.get("tools"), left_out
+        return messages, self._with_stand_ins(record.get("tools")), left_out
 
     @staticmethod
     def _side(side: Any, role: str) -> list:
@@ -304,8 +305,15 @@ class ChatTemplate:
         return len(before)
 
 
+@cache
+def open_template(folder: str) -> ChatTemplate:
+    """Once in each process: opening a tokenizer takes seconds. Raises UserError."""
+    return ChatTemplate(folder)
+
+
 def keep_template(source: str, folder: Path) -> None:
     """Copies what a chat needs beside tokenizer.json into a dataset's folder."""
-    for pattern in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.jinja"):
-        for path in Path(source).glob(pattern):
-            write_bytes(folder / path.name, path.read_bytes())
+    for path in (path for pattern in BESIDE for path in Path(source).glob(pattern)):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        write_bytes(target, path.read_bytes())

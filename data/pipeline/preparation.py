@@ -27,18 +27,17 @@ from data.pipeline.folder_lock import only_preparation
 from data.pipeline.hub import Hub
 from data.pipeline.input_files import say_files
 from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta, wrong_token_file
+from data.pipeline.part_documents import hashes_of
 from data.pipeline.parts import (
     PART_BYTES,
     Part,
     Settings,
-    give_names,
-    hashes_of,
     plan_parts,
     text_size,
-    write_files,
 )
 from data.pipeline.splits import say_splits, threshold
 from data.pipeline.token_files import LENGTHS, MASKED, SPLITS, is_count, stored_dtype
+from data.pipeline.token_writer import give_names, write_files
 from data.pipeline.verified import damaged_files, wrong_size
 from data.pipeline.workers import run_parts
 from data.tokenizers.file_tokenizer import use_fastokens

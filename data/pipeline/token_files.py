@@ -1,4 +1,4 @@
-"""Token files: flat little-endian token ids and nothing else (data/pipeline/parts.py writes them).
+"""Token files: flat little-endian token ids and nothing else (data/pipeline/token_writer.py writes them).
 
 Where no end-of-text ids are between documents, X.bin.lengths is beside X.bin: the tokens of each document, in
 order, which add up to those of the file, as little-endian uint32 and nothing else. The trap is a reader that

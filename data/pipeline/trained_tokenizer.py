@@ -17,7 +17,8 @@ from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
 from data.pipeline.documents import BadRecord, hash_document, is_one_document, read_records
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.parts import Part, Settings, halves, plan_parts
+from data.pipeline.part_documents import halves
+from data.pipeline.parts import Part, Settings, plan_parts
 from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, with_threshold
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from data.pipeline.hub import Hub
-from data.pipeline.parts import Part, Settings, write_part
+from data.pipeline.part_writer import write_part
+from data.pipeline.parts import Part, Settings
 from data.tokenizers.file_tokenizer import use_fastokens
 from data.tokenizers.tokenizer import open_tokenizer
 

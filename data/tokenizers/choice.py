@@ -4,15 +4,10 @@ from pathlib import Path
 
 from common.errors import UserError
 from data.huggingface import hub_library, why_no_download
+from data.tokenizers.files_beside import BESIDE
 from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer, Tokenizer, open_tokenizer
 
-HUB_FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-]
+HUB_FILES = ["tokenizer.json", "tokenizer.model", *BESIDE]
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preference
 
 

@@ -15,6 +15,8 @@ from common.json_file import read_json
 from data.tokenizers.json_file import MOST_BYTES
 
 CONFIG, ADDED = "tokenizer_config.json", "added_tokens.json"
+# What belongs to a tokenizer beside its own file; a model may have several chat templates
+BESIDE = (CONFIG, ADDED, "special_tokens_map.json", "*.jinja", "additional_chat_templates/*.jinja")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Settings that tokenizer_config.json repeats: {its key: key of a step in tokenizer.json}
 REPEATED = {

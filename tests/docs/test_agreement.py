@@ -18,8 +18,8 @@ import model_builder
 import model_config
 from bench import plan
 from data.pipeline.meta_file import describe
-from data.pipeline.parts import give_names, write_files
 from data.pipeline.token_files import SPLITS
+from data.pipeline.token_writer import give_names, write_files
 from model_config import ModelConfig
 from ops.ffn_backend import FfnBackend
 from ops.recipe import Recipe

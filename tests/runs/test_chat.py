@@ -159,6 +159,18 @@ def split_documents(data: Path) -> list[tuple[str, list[int]]]:
     return found
 
 
+def test_max_tokens_leaves_out_whole_conversations_and_their_targets(folder, weights, monkeypatch, tmp_path):
+    prepare_here(
+        monkeypatch,
+        *("--input", folder / "chats.jsonl", "--tokenizer", weights, "--val_fraction", "0.1"),
+        *("--max_tokens", "2000", "--output", tmp_path / "data"),
+    )
+    made = [ids for split in ("train", "val") for ids in stored(tmp_path / "data", split)]
+    whole = [ids for split in ("train", "val") for ids in stored(folder / "data", split)]
+    assert 10 < len(made) < len(whole) and all(ids in whole for ids in made)
+    assert read_meta(tmp_path / "data")["targets"] == sum(one >= 0 for ids in made for one in ids)
+
+
 def test_the_same_command_again_does_nothing(folder, weights, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in (folder / "data").glob("*.bin*")}
     made = ["--input", folder / "chats.jsonl", "--tokenizer", weights, "--val_fraction", "0.1"]

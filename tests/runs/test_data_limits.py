@@ -14,7 +14,8 @@ from support.preparation import shared, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.parts import File, Part, Settings, plan_parts, write_part
+from data.pipeline.part_writer import write_part
+from data.pipeline.parts import File, Part, Settings, plan_parts
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import open_tokenizer
@@ -139,16 +140,16 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     (tmp_path / "large.txt").write_text("some words " * 4_000_000)  # 44 MB in one line
     script = """
 from pathlib import Path
-from data.pipeline import document_pieces, parts
+from data.pipeline import document_pieces, part_documents, part_writer, parts
 from data.tokenizers.file_tokenizer import FileTokenizer, use_fastokens
-document_pieces.PIECE_CHARS = parts.PIECE_CHARS = 1 << 17
+document_pieces.PIECE_CHARS = part_documents.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 use_fastokens(tokenizer)
 folder = Path(sys.argv[1]).parent / "out"
 (folder / "parts").mkdir(parents=True)
 def work(path):
     part = parts.Part(0, (parts.File(path, "a.txt", "train", 1),))
-    parts.write_part(part, folder, tokenizer, parts.Settings(256, None, 0.1, 1 << 30), 0)
+    part_writer.write_part(part, folder, tokenizer, parts.Settings(256, None, 0.1, 1 << 30), 0)
 """
     assert peak_growth(script, tmp_path / "small.txt", tmp_path / "large.txt", bpe) < 16
 

@@ -10,7 +10,7 @@ import pytest
 from support import warm_python
 from support.helpers import HANG_S, ROOT, WITHOUT_DATA
 
-from data.pipeline.parts import write_part
+from data.pipeline.part_writer import write_part
 from data.pipeline.preparation import write_dataset
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.tokenizer import open_tokenizer

@@ -124,7 +124,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.pipeline.parts.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.token_writer.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(UserError, match="no complete dataset"):

@@ -16,7 +16,8 @@ from support.helpers import HANG_S, ROOT, TINY, make_dataset
 from common.errors import RunError, UserError
 from data.folders import dataset_folder
 from data.pipeline import verified
-from data.pipeline.parts import File, Part, Settings, write_part
+from data.pipeline.part_writer import write_part
+from data.pipeline.parts import File, Part, Settings
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches

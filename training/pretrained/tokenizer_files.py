@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import UserError
 from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
 from data.pipeline.meta_file import read_meta
+from data.tokenizers.files_beside import BESIDE
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from training.batches.sources import tokenizer_identity
@@ -24,16 +25,7 @@ from training.pretrained.same_tokenizer import (
 )
 from training.pretrained.tokenizer_hash import VOCABULARIES
 
-# a model may have several chat templates: the others are in a folder of their own
-COPIED = (
-    *VOCABULARIES,
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-)
+COPIED = (*VOCABULARIES, "merges.txt", *BESIDE)
 
 
 @dataclass(frozen=True)
