@@ -13,15 +13,12 @@ train.py goes to all trials and into the result, and is not searched.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
-import multiprocessing
 import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import textwrap
 import time
@@ -29,28 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command
 from common.durable_file import write_bytes
 from common.errors import UserError
-from common.json_file import read_json
-from common.text import one_line
 from plots.verdict import compare, deviation
+from tools.trials import Run, look_at, run_trial
 from training.configuration.batch import divisors, is_auto
 from training.configuration.choices import find
 from training.configuration.files_and_flags import read_settings
 from training.configuration.flags import not_a_flag, take_flags
 from training.configuration.keys import AUTO, KEYS, ROOT, TrainConfig
-from training.memory.gpus import DeviceMemory, device_memory
+from training.memory.gpus import DeviceMemory
 from training.memory.micro_batch import choose
 from training.pretrained.settings import load_run_config
-from training.process.memory import GIB
 from training.process.run_lock import check_writable
 
 Setting = dict[str, Any]  # {key: another value than the config's}; {}: the config as it is
-Run = dict[str, Any]  # of bench.throughput: "reason" why it failed, or None and the "measurement"
 
 MARK = "# Found by tools.tune"  # how the file begins; another file of this name is not replaced
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -69,7 +62,6 @@ FIRST_TOKENS, MOST_TOKENS = (
     8_192,
     65_536,
 )  # of the smallest micro-batch tried; of the largest, none was faster
-OWN_GIB = 3.0  # of a GPU: the driver, and the context of the process that asks
 GRAPHED_FROM = 12  # iterations 8 and 9 check the capture of a CUDA graph, and the first replays follow
 UNDISTURBED = dict.fromkeys(("checkpoint_interval", "drift_check_interval", "replay_check_interval"), 0)
 NO_ROOM = "does not fit by the estimate"
@@ -106,45 +98,6 @@ def main(argv: list[str]) -> int:
     write_bytes(result, search.config_text(command, read_settings(arguments).values).encode())
     print(f"Written to {result}", flush=True)
     return 0
-
-
-def look_at(config: TrainConfig, processes: int) -> DeviceMemory:
-    """What a process has. A GPU is looked at in a process of its own, whose context would otherwise stay in
-    its memory beside the trials. Raises UserError if there are too few GPUs, or others use them."""
-    if config.device == "cpu":
-        return device_memory(torch.device("cpu"), processes)
-    if processes > torch.cuda.device_count():
-        raise UserError(
-            f"--nproc={processes} needs as many GPUs, but torch sees {torch.cuda.device_count()}; use fewer, "
-            "or --device=cpu. train.py --dry_run=True --gpu=H100 says what fits a GPU that is not here"
-        )
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_look_at_gpus, processes).result()
-
-
-def _look_at_gpus(count: int) -> DeviceMemory:
-    for number in range(count):
-        free, total = torch.cuda.mem_get_info(number)
-        if total - free > OWN_GIB * GIB:
-            raise UserError(
-                f"GPU {number} is in use: {(total - free) / GIB:.1f} GiB of its memory are taken, and trials "
-                "would compete with whoever has them; wait, stop them (nvidia-smi), or choose others "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
-    return device_memory(torch.device("cuda", 0), count)
-
-
-def run_to_end(command: list[str], log: Path) -> None:
-    """Ctrl-C reaches only this process, which then stops the other one and what that has started."""
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            process.wait()
-        finally:
-            process.terminate()  # nothing, if it has ended
-            process.wait()
 
 
 class Search:
@@ -253,7 +206,7 @@ class Search:
         say("repeated", found, f"{100 * verdict.change:+.1f} %", "kept" * bool(self.best))
 
     def _measure(self, setting: Setting) -> None:
-        """One more run of bench.throughput. Raises UserError if the budget is used up."""
+        """One more run. Raises UserError if the budget is used up."""
         if time.monotonic() > self.until:
             raise UserError(f"the budget is over; {NOT_REPEATED}; give a larger --budget")
         runs, config = self.all_runs(setting), self.config(setting)
@@ -269,14 +222,8 @@ class Search:
         options |= {"warmup": max(self.options.warmup, GRAPHED_FROM * config.use_cuda_graphs)}
         options |= {"output": folder / "bench"}
         own = [f"--{key}={value}" for key, value in options.items() if value is not None]
-        command = [sys.executable, "-m", "bench.throughput", "--keep_cache", *own, *self.flags]
-        run_to_end([*command, *(f"--{key}={value}" for key, value in keys.items())], folder / "console.log")
-        try:
-            run = read_json(folder / "bench" / "table.json")["entries"][0]["runs"][0]
-        except (OSError, ValueError, LookupError):  # it has ended before the training
-            lines = (folder / "console.log").read_text(errors="replace").splitlines() or [""]
-            raise UserError(f"bench.throughput: {one_line(lines[-1], 300)}") from None
-        runs.append(run)
+        own += [*self.flags, *(f"--{key}={value}" for key, value in keys.items())]
+        runs.append(run_trial(own, folder))
 
     def all_runs(self, setting: Setting) -> list[Run]:
         return self.runs.setdefault(repr(self.config(setting)), [])

@@ -14,7 +14,8 @@ from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from ops.recipe import REFUSED
-from tools.plan import FAMILIES, HOFFMANN, plan, plan_flops
+from tools.model_families import FAMILIES
+from tools.plan import HOFFMANN, plan, plan_flops
 from training.configuration.files_and_flags import load_config
 from training.hardware.capability import CPU, lookup
 from training.hardware.peaks import GPUS, table_peak

@@ -13,7 +13,8 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset
 
 from bench import precision, process, runner
-from bench.precision import B200_FLOPS, COLUMNS, CONFIG, ROWS, STUDY, corrected, row_figures
+from bench.precision import COLUMNS, row_figures
+from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
 from bench.process import end_with_status
 from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
 from mfu_versions import model_builder_v3 as v3

@@ -17,7 +17,8 @@ from support.helpers import TINY, make_dataset, write_config
 import model_builder
 from bench import process, runner, time_to_loss
 from bench.process import end_with_status
-from bench.time_to_loss import COLUMNS, KEYS, LEGEND, beyond
+from bench.time_to_loss import KEYS, beyond
+from bench.time_to_loss_table import COLUMNS, LEGEND
 from plots import compare_runs
 from training.configuration.files_and_flags import load_config
 

@@ -15,6 +15,7 @@ from support.helpers import SMALL, TINY, last_run, make_dataset, write_config
 
 from bench import throughput
 from common.command import INTERRUPTED, USER_ERROR, run_command
+from tools import trials as trial
 from tools import tune
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ROOT
@@ -49,7 +50,7 @@ class Machine:
         keys |= {"block_size": 2048, "tokens_per_iter": 96 * 2048, "attention_backend": "sdpa"}
         self.config = write_config(tmp_path / "small.py", **keys)
         self.result = tmp_path / "tuned_small.py"
-        monkeypatch.setattr(tune, "run_to_end", self.run_to_end)
+        monkeypatch.setattr(trial, "run_to_end", self.run_to_end)
         memory = lambda *_: DeviceMemory(self.gib, "NVIDIA H200")  # noqa: E731
         monkeypatch.setattr(tune, "look_at", memory)
 
@@ -263,7 +264,7 @@ def config(tmp_path):
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tune.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(trial.torch.cuda, "device_count", lambda: 2)
     arguments = [word.format(tmp_path / "out") for word in arguments]
     assert run_command(tune.main, arguments) == USER_ERROR
     assert message in capsys.readouterr().err
@@ -271,13 +272,15 @@ def test_bad_input_is_one_clear_line(arguments, message, monkeypatch, capsys, tm
 
 def test_a_gpu_that_others_use_is_refused(config, monkeypatch):
     memory = tune.look_at(load_config([str(config)]), 1)
-    free = {0: 79.1 * tune.GIB, 1: 40 * tune.GIB}
-    monkeypatch.setattr(tune.torch.cuda, "mem_get_info", lambda number: (free[number], 80 * tune.GIB))
-    monkeypatch.setattr(tune, "device_memory", lambda device, processes: memory)
+    free = {0: 79.1 * trial.GIB, 1: 40 * trial.GIB}
+    monkeypatch.setattr(trial.torch.cuda, "mem_get_info", lambda number: (free[number], 80 * trial.GIB))
+    monkeypatch.setattr(trial, "device_memory", lambda device, processes: memory)
     monkeypatch.setattr(
-        tune.concurrent.futures, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count)
+        trial.concurrent.futures,
+        "ProcessPoolExecutor",
+        lambda count, context: ThreadPoolExecutor(count),
     )
-    monkeypatch.setattr(tune.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(trial.torch.cuda, "device_count", lambda: 2)
     on_gpu = load_config([str(config), "--device=cuda"])
     assert tune.look_at(on_gpu, 1) == memory
     with pytest.raises(ValueError, match="GPU 1 is in use: 40.0 GiB"):
@@ -315,7 +318,7 @@ def test_ctrl_c_stops_the_trial_with_sigterm(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        tune.run_to_end([sys.executable, "-c", code], log)
+        trial.run_to_end([sys.executable, "-c", code], log)
     assert "stopped" in log.read_text()
 
 

@@ -13,7 +13,8 @@ from support.helpers import ROOT
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from tools import plan as plan_command
-from tools.plan import FAMILIES, HOFFMANN, Law, model_for, models_of, parameters, plan_flops, plans_of
+from tools.model_families import FAMILIES, model_for, models_of, parameters
+from tools.plan import HOFFMANN, Law, plan_flops, plans_of
 from training.configuration.files_and_flags import load_config
 from training.memory.gpus import CARDS, card_memory
 from training.memory.micro_batch import choose
