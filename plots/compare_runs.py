@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +122,9 @@ def parse_and_compare(argv: list[str] | None = None) -> None:
     figure.save(plot(runs, titles, options.x), target or runs[0].path.with_name("compare_runs.png"))
 
 
-main = partial(run_command, parse_and_compare)
+def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_and_compare, argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,9 @@ def parse_and_plot(argv: list[str] | None = None) -> None:
         figure.save(plot(run, options.x), target or run.path.with_suffix(".png"))
 
 
-main = partial(run_command, parse_and_plot)
+def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_and_plot, argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

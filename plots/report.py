@@ -15,7 +15,6 @@ import argparse
 import base64
 import hashlib
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,9 @@ def parse_and_write(argv: list[str] | None = None) -> None:
     print(f"wrote {plain(str(path))}")
 
 
-main = partial(run_command, parse_and_write)
+def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_and_write, argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())
