@@ -412,5 +412,6 @@ def test_windows_come_from_all_over_5000_shards(huge):
     indices, _ = windows.places(batches.numbers_at(10**9).ravel(), seed=1)
     shards = indices * 32 // SHARD_TOKENS
     assert len(np.unique(indices)) == 400 and len(np.unique(shards)) > 350  # 384 are expected
+    before = len(os.listdir("/proc/self/fd"))  # those of earlier tests in this process, too
     assert batches[10**9].shape == (1, 400, 33)
-    assert len(os.listdir("/proc/self/fd")) < 300  # of 1024 that a process may have
+    assert len(os.listdir("/proc/self/fd")) - before <= 256  # of 1024 that a process may have
