@@ -55,8 +55,8 @@ $(VENV)/.installed: requirements.txt
 	$(PIP) -r requirements.txt || $(FAILED)
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-test.txt requirements-trackers.txt
-	$(PIP) -r requirements-dev.txt || $(FAILED)
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/data.txt requirements/test.txt requirements/trackers.txt
+	$(PIP) -r requirements/dev.txt || $(FAILED)
 	touch $@
 
 clean:

@@ -15,7 +15,7 @@ def hub_library(instead: str = "pass --input DIR") -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise UserError(
-            "downloading needs huggingface_hub: pip install -r requirements-data.txt; or get the files "
+            "downloading needs huggingface_hub: pip install -r requirements/data.txt; or get the files "
             f"elsewhere and {instead}"
         ) from None
     return huggingface_hub

@@ -1,4 +1,4 @@
-"""Computes causal attention with flash-attn 4, an extra (requirements-quack.txt).
+"""Computes causal attention with flash-attn 4, an extra (requirements/quack.txt).
 
 The package is flash_attn/cute, beside flash-attn 2 or alone. At the first call it compiles kernels for this
 head width, dtype and GPU. torch.compile cannot look into that, so the forward and the backward are operators

@@ -1,6 +1,6 @@
 """ffn_backend='quack': the feed-forward layers compute with quack_matmuls.py.
 
-It is an extra (requirements-quack.txt). Nothing falls back: what is missing is an error before the first
+It is an extra (requirements/quack.txt). Nothing falls back: what is missing is an error before the first
 iteration, and so is a kernel whose numbers are wrong.
 """
 
@@ -18,9 +18,9 @@ from recipes import quack_matmuls as quack
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
 # Its sources have kernels for 8.x, 10.x and 12.x, too, which were not measured.
 HOPPER = (9, 0)
-CUDA = 13  # for which requirements-quack.txt installs the compiler of its kernels
+CUDA = 13  # for which requirements/quack.txt installs the compiler of its kernels
 NEEDS = "a Hopper GPU (compute capability 9.0: H100, H200), where it was measured"
-INSTALL = "pip install -r requirements-quack.txt"
+INSTALL = "pip install -r requirements/quack.txt"
 ROWS = 256  # tokens of the comparison: two tiles of each kernel
 TOLERANCE = 5e-3  # of results in bf16, relative: rounding makes 0.0017, a wrong layout about 1
 ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation

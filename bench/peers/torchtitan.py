@@ -30,9 +30,9 @@ from training.optimization.schedule import warmup_and_decay_iters
 from training.process.launch import is_launched, launch_info, machine_size
 from training.process.world import World
 
-VERSION = "0.3.0"  # as in requirements-peers.txt
+VERSION = "0.3.0"  # as in requirements/peers.txt
 IMPORTS = ("torchdata", "datasets", "tensorboard", "tyro", "spmd_types")  # also where its data are not used
-INSTALL = "pip install -r requirements-peers.txt"
+INSTALL = "pip install -r requirements/peers.txt"
 HEAD = "lm_head"  # what its documentation of float8 leaves in bfloat16
 # What torchrun tells its processes; torchtitan reads it in a run of one process, too. Port 0: any free one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

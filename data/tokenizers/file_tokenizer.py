@@ -79,7 +79,7 @@ class FileTokenizer:
         try:
             import fastokens
         except ImportError:
-            install = "pip install -r requirements-data.txt"
+            install = "pip install -r requirements/data.txt"
             return f"tokenizers; fastokens makes the same many times as fast: {install}"
         try:
             self.fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())

@@ -186,7 +186,9 @@ def check_pip(arguments: list[str]):
     parser.add_argument("packages", nargs="*")
     given = parser.parse_args(arguments[1:])
     assert all((ROOT / file).is_file() for file in given.r)
-    pins = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+    pins = "".join(
+        file.read_text() for file in [ROOT / "requirements.txt", *(ROOT / "requirements").glob("*.txt")]
+    )
     pins += "\n".join(OLDER_CUDA.split())  # for an older driver
     extras = re.findall(r"^(\w+) = \{ file = ", (ROOT / "pyproject.toml").read_text(), re.M)
     for package in given.packages:
@@ -294,7 +296,7 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "python -m data.inspect",
         "make trian",
         "cp mfu_versions/model_builder_v4.py model_builder.py",
-        "pip install -r requirements-absent.txt",
+        "pip install -r requirements/absent.txt",
         "pip install '.[absent]'",
         "pip install torch==1.0.0 --index-url https://download.pytorch.org/whl/cpu",
         "python -m pytest tests/unit/test_absent.py",

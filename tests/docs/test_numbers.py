@@ -91,7 +91,7 @@ def test_what_to_expect_of_eight_b200s_is_what_the_formulas_and_peaks_give():
         full(name).model_config() for name in ("full_qwen3_1.8b_b200_optimal.py", "full_llama_1.36b.py")
     )
     whole = peak / totals(v3, qwen)  # tokens/s at 100 %
-    seal = json.loads((ROOT / "benchmarks" / "qwen3_1.8b_2x_h200.seal.json").read_text())["record"]
+    seal = json.loads((ROOT / "seals" / "qwen3_1.8b_2x_h200.seal.json").read_text())["record"]
     mfu = round(seal["summary"]["mfu_percent"]["median"], 2)
 
     claimed = re.fullmatch(r"(\d+) to (\d+) k tokens/s, 35 to 75 % MFU", list(rows)[0])

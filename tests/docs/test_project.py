@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from training.process.torch_build import OLDER_CUDA
 
 # extra -> the file that a user of pip's -r installs instead
 EXTRAS = {
-    extra: f"requirements-{extra}.txt"
+    extra: f"requirements/{extra}.txt"
     for extra in ("data", "gpu", "quack", "trackers", "peers", "evaluate", "dev")
 }
 IN_NO_EXTRA = {"liger-kernel"}  # a peer, of bench.throughput alone
@@ -37,7 +38,7 @@ def installed_by(name: str) -> set[str]:
     for line in read(name).splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         if line.startswith("-r "):
-            found |= installed_by(line.removeprefix("-r ").strip())
+            found |= installed_by(str(Path(name).parent / line.removeprefix("-r ").strip()))
         elif line:
             found.add(str(Requirement(line)))
     return found
@@ -62,20 +63,21 @@ def test_an_installation_needs_what_the_requirements_files_say_and_brings_no_mod
         "": base,
         **{extra: installed_by(file) - base for extra, file in EXTRAS.items()},
     }
-    assert base <= installed_by("requirements-dev.txt")
+    assert base <= installed_by("requirements/dev.txt")
     assert tool["packages"] == tool["py-modules"] == [], "else setuptools looks for some by itself"
 
 
 def test_a_package_is_required_in_one_file():
-    lines = "".join(read(path.name) for path in sorted(ROOT.glob("requirements*.txt")))
+    lines = "".join(map(read, ["requirements.txt", *EXTRAS.values(), "requirements/test.txt"]))
     names = [canonicalize_name(name) for name in re.findall(r"^(?!-r)([\w-]+)", lines, re.M)]
     assert "torch" in names and sorted(names) == sorted(set(names))
 
 
 def test_make_installs_again_when_a_file_of_the_tests_changes():
     (rule,) = re.findall(r"^\$\(VENV\)/\.installed-dev: (.*)$", read("Makefile"), re.M)
-    files = re.findall(r"^-r (\S+)", read("requirements-dev.txt"), re.M)
-    assert {"requirements-dev.txt", *files} - {"requirements.txt"} <= set(rule.split())
+    files = re.findall(r"^-r (\S+)", read("requirements/dev.txt"), re.M)
+    named = {f"requirements/{file}" for file in files if "/" not in file}
+    assert {"requirements/dev.txt", *named} <= set(rule.split())
 
 
 def hints() -> list[tuple[str, str]]:
@@ -84,7 +86,8 @@ def hints() -> list[tuple[str, str]]:
     for path in product_files():
         source = re.sub(r'"\s*\n\s*f?"', "", read(path))
         found += [
-            (path, hint) for hint in re.findall(r"pip install ((?:-r )?[\w-]+(?:\.txt)?)(?![\w-]|==)", source)
+            (path, hint)
+            for hint in re.findall(r"pip install ((?:-r )?[\w/-]+(?:\.txt)?)(?![\w-]|==)", source)
         ]
     return found
 
@@ -101,7 +104,7 @@ def test_a_message_says_how_to_install_what_an_extra_has(path, hint):
 
 @pytest.mark.parametrize(
     ("file", "packages"),
-    [("requirements-data.txt", ["huggingface_hub"]), ("requirements-trackers.txt", TRACKERS)],
+    [("requirements/data.txt", ["huggingface_hub"]), ("requirements/trackers.txt", TRACKERS)],
 )
 def test_the_file_that_a_message_names_has_the_package(file, packages):
     assert f"-r {file}" in {hint for _, hint in hints()}
@@ -113,7 +116,7 @@ def test_the_file_that_a_message_names_has_the_package(file, packages):
 
 def pin(package: str) -> str:
     """The version that a requirements file pins."""
-    lines = installed_by("requirements-dev.txt")
+    lines = installed_by("requirements/dev.txt")
     (version,) = (line.partition("==")[2] for line in lines if line.startswith(f"{package}=="))
     return version
 
@@ -181,9 +184,7 @@ def test_closing_line_counts_the_tests_that_found_no_test_data(tmp_path):
     assert done.returncode == 0 and re.search(r"\d+ passed, [1-9]\d* skipped without test data", last), last
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks").glob("*.seal.json")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "seals").glob("*.seal.json")), ids=lambda path: path.name)
 def test_published_seals_name_no_folder_of_the_machine(path):
     content = json.loads(path.read_text())
     assert ABSOLUTE_PATH.findall(json.dumps([content["record"], content.get("bench")])) == []

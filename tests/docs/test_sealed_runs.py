@@ -1,4 +1,4 @@
-"""docs/benchmarks.md has a row for each seal in benchmarks/, and one for each peer in it."""
+"""docs/benchmarks.md has a row for each seal in seals/, and one for each peer in it."""
 
 import json
 
@@ -7,7 +7,7 @@ from support.helpers import ROOT
 
 from tools.seal.recount import recount
 
-SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.json"))}
+SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "seals").glob("*.json"))}
 
 
 def row(name: str, seal: dict) -> str:
@@ -21,7 +21,7 @@ def row(name: str, seal: dict) -> str:
     code, modified = seal["code"], seal["code"]["modified"]
     known = "" if not modified else ", modified" if code["difference"] else ", modified, changes unknown"
     cells = [
-        f"[{name.removesuffix('.seal.json')}](../benchmarks/{name})",
+        f"[{name.removesuffix('.seal.json')}](../seals/{name})",
         f"{startup['model']['architecture']['arch']}, {startup['model']['total_params'] / 1e6:,.1f} M",
         f"{hardware['num_gpus']} x {hardware['gpu_name']}, {hardware['parallelism']}",
         f"{config['dtype']}{low}{head}",

@@ -14,7 +14,7 @@ from support.tracker_files import figures_of
 
 PACKAGES = ("wandb", "tensorboard", "trackio")
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, PACKAGES)), reason="needs requirements-trackers.txt"
+    not all(map(importlib.util.find_spec, PACKAGES)), reason="needs requirements/trackers.txt"
 )
 ROWS = 100  # that each attempt makes before its kill, some seconds: the trackers start in the first ones
 EVERY = 50  # iterations between checkpoints

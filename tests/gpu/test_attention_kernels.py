@@ -52,7 +52,7 @@ def test_a_profile_of_the_compiled_kernel_shows_cudnn(kv):
 @pytest.mark.parametrize("head_dim", [128, 64])
 @pytest.mark.parametrize("kv", [None, 4])
 def test_flash_attn_4_agrees_with_manual_attention_eager_compiled_and_captured(kv, head_dim):
-    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements-quack.txt")
+    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements/quack.txt")
     if "flash_attn_4" not in capability(GPU).flash_attn:
         pytest.skip("flash-attn 4 has no kernels for this GPU")
     config = gpu_shape(kv, head_dim, 2048)

@@ -13,7 +13,7 @@ from recipes.quack import TOLERANCE, Quack
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 
-INSTALL = "needs QuACK: pip install -r requirements-quack.txt"
+INSTALL = "needs QuACK: pip install -r requirements/quack.txt"
 SHAPES = {"qwen3": (2048, 6144), "gpt2": (2304, 9216), "qwen2.5": (1536, 8960)}  # C, F
 RUN = {**SMALL_RUN, "lr_decay_iters": 20}
 GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 4}

@@ -22,7 +22,7 @@ def gpu_inputs(B=2, T=512, H=4, K=2, D=64, dtype=torch.bfloat16):
 
 
 def needs_flash_attn_4():
-    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements-quack.txt")
+    pytest.importorskip("flash_attn.cute", reason="needs flash-attn 4: pip install -r requirements/quack.txt")
     if FA4 not in capability(GPU).flash_attn:
         pytest.skip("flash-attn 4 has no kernels for this GPU")
 

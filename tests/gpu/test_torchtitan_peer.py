@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.helpers import HANG_S, ROOT, make_dataset, write_config
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
+pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements/peers.txt")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

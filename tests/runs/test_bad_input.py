@@ -101,7 +101,7 @@ def test_wandb_that_is_not_installed_says_how_to_get_it_and_no_record_says_runni
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
     message = refusal("--wandb_log=True")
-    assert "pip install -r requirements-trackers.txt" in message and "--wandb_log=False" in message
+    assert "pip install -r requirements/trackers.txt" in message and "--wandb_log=False" in message
     records = [json.loads(path.read_text()) for path in tmp_path.glob("out/*.json")]
     assert all(content["status"] == "failed" for content in records)
 

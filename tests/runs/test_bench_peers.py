@@ -33,7 +33,7 @@ class OnlyGpt2(Transformers):
         (["--peer=transformers", "--peer=megatron"], "", [], "'megatron' is not one of transformers, liger"),
         (["--peer=transformers,liger"], "", ["liger_kernel"], "pip install liger-kernel"),
         (["--peer=torchtitan"], "0.2.2", [], "torchtitan 0.3.0, which is 0.2.2 here: pip install -r"),
-        (["--peer=torchtitan"], "0.3.0", ["tyro"], "needs tyro: pip install -r requirements-peers.txt"),
+        (["--peer=torchtitan"], "0.3.0", ["tyro"], "needs tyro: pip install -r requirements/peers.txt"),
     ],
 )
 def test_missing_peer_is_one_line_before_any_run(

@@ -162,7 +162,7 @@ def test_fp8_is_compared_with_a_run_of_its_own_and_needs_torchao(monkeypatch):
 
 
 def test_the_requirements_file_has_the_version_that_is_asked_for():
-    pinned = (ROOT / "requirements-peers.txt").read_text()
+    pinned = (ROOT / "requirements/peers.txt").read_text()
     assert f"\ntorchtitan=={torchtitan.VERSION} " in pinned
 
 
@@ -178,7 +178,7 @@ def test_the_requirements_file_has_the_version_that_is_asked_for():
     ],
 )
 def test_its_model_and_its_settings_are_ours(flags):
-    pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
+    pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements/peers.txt")
     torchtitan.fill_in()
     config = load_config([*flags, "--grad_clip=0"])
     job = torchtitan.job(config, World(0, 0, 2, torch.device("cuda"), 2), None)

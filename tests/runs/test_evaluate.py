@@ -217,7 +217,7 @@ MISTAKES = {
     "there is no folder .*/absent": ["--dataset={}/absent"],
     "other has the tokenizer few .*, and the model has weights .*: the same ids": ["--dataset={}/other"],
     "start it with python instead of torchrun": ["--text={}/texts.jsonl"],
-    "--tasks needs lm-eval: pip install -r requirements-evaluate.txt": ["--tasks=arc_easy"],
+    "--tasks needs lm-eval: pip install -r requirements/evaluate.txt": ["--tasks=arc_easy"],
 }
 
 

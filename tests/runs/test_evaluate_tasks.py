@@ -1,7 +1,7 @@
 """Benchmarks by lm-eval on local task files: they have the figures of held-out text, which test_evaluate.py
 compares with transformers.
 
-Needs requirements-evaluate.txt; nothing needs the network.
+Needs requirements/evaluate.txt; nothing needs the network.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from support.helpers import TINY, run_train, write_config
 from common.errors import UserError
 from tools.evaluate import __main__ as evaluate
 
-lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -r requirements-evaluate.txt")
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -r requirements/evaluate.txt")
 # windows of equal tokens, which lm-eval's cache of logits mixes up
 REPEATED = [*TEXTS, "A" * 150, "A" * 70, "A" * 9 + "B"]
 

@@ -78,9 +78,7 @@ def test_seal_of_a_run_is_verified_with_its_mfu_by_all_formulas(sealed, record, 
     assert causal < flops and causal_mfu == pytest.approx(mfu * causal / flops)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks").glob("*.seal.json")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "seals").glob("*.seal.json")), ids=lambda path: path.name)
 def test_published_seals_verify_and_their_settings_are_those_of_this_code(path, tmp_path):
     assert verify(path) == 0
     record = json.loads(path.read_text())["record"]
@@ -330,7 +328,7 @@ def test_file_that_cannot_be_sealed_is_one_line(record, damage, message, tmp_pat
 
 @pytest.mark.parametrize("name", ["quickstart_cpu", "qwen3_1.8b_h200"])  # of versions 2 and 1
 def test_a_seal_is_not_sealed_again_and_the_command_that_is_named_checks_it(name, tmp_path, capsys):
-    path = shutil.copy(ROOT / "benchmarks" / f"{name}.seal.json", tmp_path / "seal_a.json")
+    path = shutil.copy(ROOT / "seals" / f"{name}.seal.json", tmp_path / "seal_a.json")
     assert run_command(seal_command.main, [str(path)]) == 2
     error = capsys.readouterr().err
     assert f"{path} is a seal already" in error and len(error.splitlines()) == 1

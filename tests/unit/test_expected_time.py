@@ -30,7 +30,7 @@ def said(world_size: int = 1, *flags: str) -> dict[str, str]:
 @pytest.mark.parametrize(("gpu", "kind"), MEASURED)
 def test_each_measured_mfu_is_the_median_of_its_seal(gpu, kind):
     percent, name = MEASURED[gpu, kind]
-    record = json.loads((ROOT / "benchmarks" / f"{name}.seal.json").read_text())["record"]
+    record = json.loads((ROOT / "seals" / f"{name}.seal.json").read_text())["record"]
     assert percent == round(record["summary"]["mfu_percent"]["median"], 1)
     hardware, config = record["startup_info"]["hardware"], record["config"]
     found = find_gpu(hardware["gpu_name"])
@@ -51,7 +51,7 @@ def test_a_dry_run_says_how_long_and_for_how_much():
     )
     assert float(iterations[1]) == pytest.approx(hours, abs=0.06)
     assert float(iterations[2].replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
-    assert found["from an MFU of"] == "58.8 % by v3 (measured: benchmarks/qwen3_1.8b_h100.seal.json)"
+    assert found["from an MFU of"] == "58.8 % by v3 (measured: seals/qwen3_1.8b_h100.seal.json)"
     cost, gpu_hours = re.fullmatch(
         r"([\d.]+): ([\d.]+) GPU-hours at 2.50 each", found["Expected cost"]
     ).groups()
@@ -79,7 +79,7 @@ def test_a_guess_never_stands_beside_a_measurement_of_the_same_gpu(monkeypatch):
         gain = MEASURED["H200 SXM", kind][0] / 62.2
         told = said(8, "--gpu=H100", *fp8)["from an MFU of"]
         assert told.startswith(
-            f"{58.8 * gain:.1f} % by v3 (measured: bf16, benchmarks/qwen3_1.8b_h100.seal.json; "
+            f"{58.8 * gain:.1f} % by v3 (measured: bf16, seals/qwen3_1.8b_h100.seal.json; "
         )
         assert told.endswith(f"times {gain:.2f}, measured on the H200 SXM, on one GPU and not on 8)")
     for unknown in ("--low_precision=fp8_delayed", "--low_precision=nvfp4", "--dtype=float16"):

@@ -10,7 +10,7 @@ import pytest
 from support.corpora import HARD, make, tokens_and_meta
 from support.preparation import shared, small_bpe, write_jsonl
 
-pytest.importorskip("fastokens", reason="needs fastokens, of requirements-data.txt")
+pytest.importorskip("fastokens", reason="needs fastokens, of requirements/data.txt")
 from common.errors import UserError  # noqa: E402
 from data.pipeline import preparation  # noqa: E402
 from data.tokenizers.file_tokenizer import CHECKED_FIRST, FileTokenizer, use_fastokens  # noqa: E402

@@ -88,7 +88,7 @@ def test_a_missing_package_is_named_with_its_file_and_the_chain_goes_on(gpu):
     choice = choose("flash_attn_4", shape())
     assert choice.used == "sdpa"
     reasons = choice.reason.split("; ")
-    assert reasons[0] == "flash_attn_4: flash_attn.cute.interface is not installed (requirements-quack.txt)"
+    assert reasons[0] == "flash_attn_4: flash_attn.cute.interface is not installed (requirements/quack.txt)"
     assert [reason.partition(":")[0] for reason in reasons[1:3]] == ["flash_attn_3", "flash_attn_2"]
 
 
@@ -99,9 +99,9 @@ def test_flash_attn_4_alone_is_not_taken_for_a_broken_flash_attn_2(gpu, monkeypa
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)
     choice = choose("flash_attn_4", shape())
-    missing = "(requirements-quack.txt): No module named 'a_package_that_is_missing'"
+    missing = "(requirements/quack.txt): No module named 'a_package_that_is_missing'"
     assert f"flash_attn.cute.interface cannot be imported {missing}" in choice.reason
-    assert "flash_attn_2: flash_attn is not installed (requirements-gpu.txt)" in choice.reason
+    assert "flash_attn_2: flash_attn is not installed (requirements/gpu.txt)" in choice.reason
 
 
 def refuses(q, k, v, causal=False, return_lse=False):
@@ -143,7 +143,7 @@ def test_another_release_falls_back_and_one_line_says_which_to_install(
     gpu(10, 0)
     fake_flash_attn_4.install(monkeypatch, forward, **internals)
     choice = choose("flash_attn_4", shape())
-    hint = f"flash_attn_4: this release has no {missing}; install that of requirements-quack.txt"
+    hint = f"flash_attn_4: this release has no {missing}; install that of requirements/quack.txt"
     assert choice.used == "sdpa" and choice.reason.split("; flash_attn_3")[0] == hint
 
 

@@ -136,7 +136,7 @@ QUACK_OF_HERE, CUTLASS_OF_HERE = ({name: version} for name, version in VERSIONS.
 @pytest.mark.parametrize(
     ("installed", "cuda", "wanted"),
     [
-        (CUTLASS_OF_HERE, "13.0", "quack-kernels, not installed here: pip install -r requirements-quack.txt"),
+        (CUTLASS_OF_HERE, "13.0", "quack-kernels, not installed here: pip install -r requirements/quack.txt"),
         (QUACK_OF_HERE, "13.0", "nvidia-cutlass-dsl, not installed here: pip"),
         ({}, "13.0", "quack-kernels and nvidia-cutlass-dsl, not installed here: pip"),
         (VERSIONS, "12.6", f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA 12.6"),
@@ -156,7 +156,7 @@ def test_torch_needs_nothing():
 
 
 def test_what_it_needs_is_in_the_requirements_file():
-    text = (ROOT / "requirements-quack.txt").read_text()
+    text = (ROOT / "requirements/quack.txt").read_text()
     assert all(name in text for name in backend.PACKAGES)
     assert f"[cu{backend.CUDA}]" in text
 
@@ -197,7 +197,7 @@ def test_a_kernel_that_does_not_run_ends_the_run_with_its_reason(kernels, monkey
     with pytest.raises(RunError) as error:
         check_ffn_backend(layer_of("swiglu"))
     assert "do not run here: ImportError: libcute.so: cannot open shared object file; " in str(error.value)
-    assert "pip install -r requirements-quack.txt, or set --ffn_backend=torch" in str(error.value)
+    assert "pip install -r requirements/quack.txt, or set --ffn_backend=torch" in str(error.value)
 
 
 # --- gradients ---

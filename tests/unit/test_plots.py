@@ -175,7 +175,7 @@ def test_a_glob_takes_a_run_once_and_seals_that_stand_alone(tmp_path):
 
 def test_published_seals_are_plotted_compared_and_reported(tmp_path):
     names = ("quickstart_cpu", "qwen3_1.8b_h200")
-    seals = [str(PLOTS.parent / "benchmarks" / f"{name}.seal.json") for name in names]
+    seals = [str(PLOTS.parent / "seals" / f"{name}.seal.json") for name in names]
     for command, files in ((plot_single_run, seals[:1]), (compare_runs, seals), (report, seals[1:])):
         out = tmp_path / f"out.{'html' if command is report else 'png'}"
         assert command.main([*files, f"--output={out}"]) == 0

@@ -8,7 +8,7 @@ from support.corpora import HARD
 from support.preparation import shared
 from support.sentencepiece_files import FOLDER, READ, TEXTS, TRAINER, write_model
 
-pytest.importorskip("sentencepiece", reason="needs sentencepiece, of requirements-data.txt")
+pytest.importorskip("sentencepiece", reason="needs sentencepiece, of requirements/data.txt")
 from common.errors import UserError  # noqa: E402
 from data.tokenizers.to_file import write_tokenizer  # noqa: E402
 from data.tokenizers.tokenizer import (  # noqa: E402

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         check_text(path)
     check_output(options.output)
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval: pip install -r requirements-evaluate.txt")
+        raise UserError("--tasks needs lm-eval: pip install -r requirements/evaluate.txt")
     try:
         evaluate(argv, options)
     except torch.OutOfMemoryError as error:

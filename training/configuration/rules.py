@@ -273,7 +273,7 @@ def require_tracker(name: str) -> None:
     is_folder = found is not None and found.origin is None and found.submodule_search_locations is not None
     if found is None or is_folder:
         raise UserError(
-            f"trackers={name!r} needs {name}: pip install -r requirements-trackers.txt, or leave {name} out "
+            f"trackers={name!r} needs {name}: pip install -r requirements/trackers.txt, or leave {name} out "
             "of --trackers (--wandb_log=False does so for wandb)"
         )
 

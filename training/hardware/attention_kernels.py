@@ -182,7 +182,7 @@ def _flash_attn_4(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     _need("flash-attn 4", FA4, gpus, config, dtype, device)
     if config.dropout > 0:
         raise Unavailable("it has no dropout")
-    _import_function(flash_attn_4.PACKAGE, file := "requirements-quack.txt")
+    _import_function(flash_attn_4.PACKAGE, file := "requirements/quack.txt")
     if missing := flash_attn_4.missing_argument():
         raise Unavailable(f"this release has no {missing}; install that of {file}")
 
@@ -219,7 +219,7 @@ def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     return [("flash-attn 2", attend)]
 
 
-def _import_function(package: str, file: str = "requirements-gpu.txt") -> Callable:
+def _import_function(package: str, file: str = "requirements/gpu.txt") -> Callable:
     try:
         module = importlib.import_module(package)
         if getattr(module, "__file__", "") is None:  # flash-attn 4 alone: a folder without flash-attn 2

@@ -10,7 +10,7 @@ from training.configuration.keys import TrainConfig
 from training.hardware.peaks import find_gpu
 from training.records.utilization import recomputed_flops
 
-# {(GPU, low precision): (MFU in percent of the bf16 peak by v3, its file in benchmarks/)}: one GPU, no
+# {(GPU, low precision): (MFU in percent of the bf16 peak by v3, its file in seals/)}: one GPU, no
 # recomputation, models of 1.8 B parameters
 MEASURED = {
     ("H200 SXM", "none"): (62.2, "qwen3_1.8b_h200"),
@@ -56,11 +56,11 @@ def _expected_mfu(config: TrainConfig, parameters: int, device: str) -> tuple[fl
     if not usual or (parameters < SMALL_MODEL and not on_cpu):
         return ASSUMED, "assumed: not measured"
     if found:
-        return found[0], f"measured: benchmarks/{found[1]}.seal.json"
+        return found[0], f"measured: seals/{found[1]}.seal.json"
     if on_cpu or (RATIOS_OF, kind) not in MEASURED:
         return None, ""
     gain = MEASURED[RATIOS_OF, kind][0] / MEASURED[RATIOS_OF, "none"][0]
-    source = f"measured: bf16, benchmarks/{usual[1]}.seal.json; times {gain:.2f}, measured on the {RATIOS_OF}"
+    source = f"measured: bf16, seals/{usual[1]}.seal.json; times {gain:.2f}, measured on the {RATIOS_OF}"
     return usual[0] * gain, source
 
 
