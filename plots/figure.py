@@ -5,12 +5,13 @@ A panel is drawn by one function, into its place in a PNG or into an SVG of its 
 from __future__ import annotations
 
 import io
+import math
 import os
 import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absenc
 
 SVG_INCHES = (6.0, 3.4)
 MOST_POINTS, LEAST_POINTS = 4_000, 200  # of all runs, and of a run, whose values the page can tell
+FEW_POINTS = 50  # of a run that is short
 
 
 class Panel(NamedTuple):
@@ -47,15 +49,14 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def panels_figure(panels: list[Panel], runs: list[Run]) -> Figure:
-    """The first panel, and then two in a row; one that is alone in its row takes all of it. What is absent is
-    a line below."""
+    """The first panel in a row of its own, then two in a row. What is absent is a line below."""
     shown = [panel for panel in panels if not panel.absent]
-    alone = 0 if panels[0].absent else 1
-    starts = [*range(alone), *range(alone, len(shown), 2)]
-    layout = [[i, i if i < alone or i + 1 == len(shown) else i + 1] for i in starts]
-    figure = new_figure(14, 3 + 3.8 * len(layout) + 0.2 * len(runs))  # a line each in the legend
-    for place, axis in figure.subplot_mosaic(cast(Any, layout)).items() if layout else ():
-        draw_panel(axis, shown[place], runs)
+    rows = 1 + math.ceil((len(shown) - 1) / 2) if shown else 0
+    figure = new_figure(14, 3 + 3.8 * rows + 0.2 * len(runs))  # a line each in the legend
+    grid = figure.add_gridspec(rows, 2) if shown else None
+    for number, panel in enumerate(shown):
+        place = (0, slice(None)) if number == 0 else divmod(number + 1, 2)
+        draw_panel(figure.add_subplot(grid[place]), panel, runs)
     lines = [part for panel in panels for part in textwrap.wrap(panel.absent, 150)]
     figure.supxlabel(literal("\n".join(lines)), fontsize=9, color="dimgray")
     return figure
@@ -197,10 +198,11 @@ def make_logarithmic(axis: Axes, drawn: list[np.ndarray]) -> None:
 
 
 def after_the_beginning(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The values after the first tenth, in which a loss falls so far that the rest would look flat."""
+    """The values after the first tenth, in which a loss falls so far that the rest would look flat. Of a
+    short run all of them: its fall is what there is to see."""
     exists = np.isfinite(x) & np.isfinite(y)
     x, y = x[exists], y[exists]
-    return y[x >= 0.1 * x.max()] if len(x) else y
+    return y[x >= 0.1 * x.max()] if len(x) >= FEW_POINTS else y
 
 
 def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> None:
@@ -209,9 +211,9 @@ def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> N
     points = finite(np.concatenate(drawn))
     if not len(points):
         return
-    known = [values for values in map(finite, typical) if len(values)]
-    bounds = [np.percentile(values, [1, 99], method="nearest") for values in known] or [points]
-    low, high = min(map(min, bounds)), max(map(max, bounds))
+    known = [values for values in map(finite, typical) if len(values)] or [points]
+    bounds = np.array([np.percentile(values, [1, 99], method="nearest") for values in known])
+    low, high = bounds[:, 0].min(), bounds[:, 1].max()
     near = points[np.abs(points - (low + high) / 2) <= high - low]  # shows points a little beyond, too
     low, high = float(min([low, *near])), float(max([high, *near]))
     pad = max(0.1 * (high - low), 0.05 * abs(high)) or 1.0
@@ -222,7 +224,6 @@ def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> N
     outside = points[(points < bottom) | (points > top)]
     if len(outside):
         farthest = outside[np.argmax(np.abs(outside - (bottom + top) / 2))]
-        number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
-        text = f"{len(outside)} of {len(points)} points off the scale, to {number}"
+        text = f"{len(outside)} of {len(points)} points off the scale, to {farthest:,.6g}"
         style: dict[str, Any] = {"ha": "right", "fontsize": 8, "color": "dimgray", "annotation_clip": False}
         axis.annotate(text, (1, 0), (0, -26), "axes fraction", "offset points", **style)

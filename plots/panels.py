@@ -142,17 +142,11 @@ def mark_events(axis: Axes, run: Run, place: Scale) -> None:
 def column_panel(column: str, runs: list[Run], labels: list[str]) -> Panel:
     """A line for each run."""
     title, absent = COLUMNS[column].title, ""
-    if not any(len(finite(points(run, column)[1])) for run in runs):
+    if not any(np.isfinite(run.columns[column]).any() for run in runs):
         absent = f"{title} was not logged."
         if column == "mfu_percent" and not labels:
             absent = f"No MFU: {runs[0].why_no_mfu}"
     return Panel(title, partial(draw_column, column=column, runs=runs, labels=labels), absent)
-
-
-def points(run: Run, column: str, name: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """(iterations, values). Values that depend on the step time are without the steps with an evaluation."""
-    shown = ~run.with_evaluation if COLUMNS[column].median_form else slice(None)
-    return run.columns["iter"][shown], run.columns[name or column][shown]
 
 
 def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> None:
@@ -162,19 +156,17 @@ def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> 
         heading += f" by {next((run.mfu_methods[0] for run in runs if run.mfu_methods), 'no formula')}"
         heading += f" of {runs[0].peak}" * (len(runs) == 1 and bool(runs[0].peak))
     figure.label_axis(axis, heading, unit, form, title_pad=6 if labels else 20)
-    lines = [points(run, column) for run in runs]
-    for line, style, label in zip(lines, line_styles(len(runs)), labels or [f"_{title}"], strict=True):
-        figure.draw(axis, *line, label=label, **style)
+    for run, style, label in zip(runs, line_styles(len(runs)), labels or [f"_{title}"], strict=True):
+        figure.draw(axis, run.columns["iter"], run.columns[column], label=label, **style)
     # an earlier attempt, which may have been faster, is in sight, too
-    plain = [~run.warmup & ~run.with_evaluation if median_form else slice(None) for run in runs]
-    typical = [run.columns[column][rows] for run, rows in zip(runs, plain, strict=True)]
+    typical = [run.columns[column][~run.warmup if median_form else slice(None)] for run in runs]
     if column == "mfu_percent" and not labels:
-        faint: dict[str, Any] = {"color": "C0", "alpha": 0.35, "marker": "", "label": "causal"}
-        figure.draw(axis, *points(runs[0], column, "mfu_causal_percent"), **faint)
-        typical.append(runs[0].columns["mfu_causal_percent"][plain[0]])
+        causal, faint = runs[0].columns["mfu_causal_percent"], {"color": "C0", "alpha": 0.35, "marker": ""}
+        figure.draw(axis, runs[0].columns["iter"], causal, label="causal", **faint)
+        typical.append(causal[~runs[0].warmup])
     if median_form and not labels:
         mark_usual(axis, runs[0], column, median_form)
-    figure.limit_y(axis, [y for _, y in lines], typical)
+    figure.limit_y(axis, [run.columns[column] for run in runs], typical)
 
 
 def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
@@ -184,8 +176,9 @@ def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
         label = f"median {median}, p10 to p90: {low} to {high}"
         axis.axhline(spread[0], color="tab:orange", linewidth=1, linestyle="--", label=label)
     rows = np.flatnonzero(run.warmup)
-    for series in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if len(rows) else ():
-        first, last = run.columns["iter"][series[[0, -1]]]  # one for each attempt
-        in_legend = None if series[0] > rows[0] else "warm-up"
-        axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
+    for number, series in enumerate(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)):
+        if len(series):  # one for each attempt
+            first, last = run.columns["iter"][series[[0, -1]]]
+            style: dict[str, Any] = {"color": "gray", "alpha": 0.25, "linewidth": 0}
+            axis.axvspan(first - 0.5, last + 0.5, label="_" * bool(number) + "warm-up", **style)
     figure.legend(axis)

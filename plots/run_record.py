@@ -1,12 +1,11 @@
 """Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
 
-row_of_today() brings each row of an older log into today's shape, so that nothing else knows of them. Rows
-are read once into columns, with NaN for whatever a log lacks. A record may come from anybody: what is not of
-the type that a reader needs counts as missing, and each text becomes one line that a terminal can show.
+record_of_today() brings an older log into today's shape, so that nothing else knows of them. Rows are read
+once into columns, with NaN for whatever a log lacks. A record may come from anybody: what is not of the type
+that a reader needs counts as missing, and each text becomes one line that a terminal can show.
 
-Trap: not every time_ms is that of a plain step. Warm-up includes compilation, older logs include evaluation,
-and a run that was stopped and resumed may have changed its hardware. Medians use only the rows in
-`Run.timed`: plain steps of the last attempt.
+Trap: not every time_ms is that of a plain step. Warm-up includes compilation, and a run that was stopped and
+resumed may have changed its hardware. Medians use only the rows in `Run.timed`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation an
 @dataclass(frozen=True, eq=False)
 class Run:
     path: Path
-    record: dict  # its rows are as row_of_today() returns them
+    record: dict  # as record_of_today() returns it
     columns: dict[str, np.ndarray]  # one value per logged iteration
     warmup: np.ndarray  # bool: timing includes compilation or warm-up
-    with_evaluation: np.ndarray  # bool: timing includes an evaluation (older logs)
     timed: np.ndarray  # bool: plain steps of the last attempt
     mfu_methods: tuple[str, ...]  # FLOPs formulas behind the MFU column; empty without MFU, normally one
 
@@ -218,46 +216,56 @@ def load_run(path: Path) -> Run:
     rows = record.get("training_iterations")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} is not a run record: it has no list of training_iterations")
-
-    progress = {as_float(row.get("iter")): row for row in dicts(record, "training_progress")}
-    evaluated = {as_float(step.get("iter")) for step in dicts(record, "eval_steps")}
-    is_old = not any("warmup" in row for row in rows)  # then it has evaluations within its times, too
-    first = as_float(rows[0].get("iter"), 0) if rows else 0
-    rows = [row_of_today(row, index, progress) for index, row in enumerate(rows)]
+    record = record_of_today(record)
+    rows = record["training_iterations"]
     columns = {
         name: np.array([as_float(look_up(row, *place)) for row in rows], float)
         for name, place in PLACES.items()
     }
-    iters = columns["iter"]
     warmup = np.array([bool(row.get("warmup")) for row in rows], bool)
-    warmup |= is_old & (iters < first + OLD_WARMUP_ITERS)
-    with_evaluation = is_old & np.isin(iters, list(evaluated))
     attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
-    timed = ~warmup & ~with_evaluation & (attempts >= as_float(record.get("attempt"), 1))
-    named = (row["mfu"].get("calculation_method") or "method not stated" for row in rows if row["mfu"])
-    methods = {one_line(str(name)) for name in named}
-    record = {**record, "training_iterations": rows}
-    return Run(path, record, columns, warmup, with_evaluation, timed, tuple(sorted(methods)))
-
-
-def row_of_today(row: dict, index: int, progress: dict[float, dict]) -> dict:
-    """A row as train.py writes it today. Older logs hold an MFU of -100.0 until the first measurement, or
-    have it only as a share; they have tokens/s within `mfu` or in training_progress alone, peaks in TFLOPS,
-    and memory without its maximum. `mfu` is {} if it was not measured."""
-    iteration = as_float(row.get("iter"), index)
-    mfu, memory = as_dict(row.get("mfu")), as_dict(row.get("memory"))
-    percent = as_float(mfu.get("mfu_percent"), 100 * as_float(mfu.get("mfu")))
-    peak = as_float(mfu.get("hardware_peak_flops"), 1e12 * as_float(mfu.get("hardware_peak_tflops")))
-    mfu = {**mfu, "mfu_percent": percent, "hardware_peak_flops": peak} if percent >= 0 else {}
-    speeds = (source.get("tokens_per_sec") for source in (row, mfu, progress.get(iteration, {})))
-    gib = as_float(memory.get("max_allocated_gb"), as_float(memory.get("allocated_gb")))
-    return {
-        **row,
-        "iter": iteration,
-        "mfu": mfu,
-        "tokens_per_sec": next((speed for speed in speeds if speed is not None), None),
-        "memory": {**memory, "max_allocated_gb": gib},
+    timed = ~warmup & (attempts >= as_float(record.get("attempt"), 1))
+    methods = {
+        one_line(str(row["mfu"].get("calculation_method") or "method not stated"))
+        for row in rows
+        if row["mfu"]
     }
+    return Run(path, record, columns, warmup, timed, tuple(sorted(methods)))
+
+
+def record_of_today(record: dict) -> dict:
+    """An older log in the shape that train.py writes today; today's record stays what it is, but for `mfu`,
+    which is {} in a row where it was not measured.
+
+    Older logs hold an MFU of -100.0 until the first measurement, or have it only as a share; they have
+    tokens/s within `mfu` or in training_progress alone, peaks in TFLOPS, and memory without its maximum. They
+    do not mark warm-up, and the time of a row includes its evaluation: such a row then has no time."""
+    rows = record["training_iterations"]
+    progress = {as_float(row.get("iter")): row for row in dicts(record, "training_progress")}
+    evaluated = {as_float(step.get("iter")) for step in dicts(record, "eval_steps")}
+    is_old = not any("warmup" in row for row in rows)
+    end_of_warmup = (as_float(rows[0].get("iter"), 0) if rows else 0) + OLD_WARMUP_ITERS
+    found = []
+    for index, row in enumerate(rows):
+        iteration = as_float(row.get("iter"), index)
+        mfu, memory = as_dict(row.get("mfu")), as_dict(row.get("memory"))
+        percent = as_float(mfu.get("mfu_percent"), 100 * as_float(mfu.get("mfu")))
+        peak = as_float(mfu.get("hardware_peak_flops"), 1e12 * as_float(mfu.get("hardware_peak_tflops")))
+        speeds = (source.get("tokens_per_sec") for source in (row, mfu, progress.get(iteration, {})))
+        gib = as_float(memory.get("max_allocated_gb"), as_float(memory.get("allocated_gb")))
+        row = {
+            **row,
+            "iter": iteration,
+            "mfu": {**mfu, "mfu_percent": percent, "hardware_peak_flops": peak} if percent >= 0 else {},
+            "tokens_per_sec": next((speed for speed in speeds if speed is not None), None),
+            "memory": {**memory, "max_allocated_gb": gib},
+        }
+        if is_old:
+            row["warmup"] = iteration < end_of_warmup
+        if is_old and iteration in evaluated:
+            row |= {"time_ms": None, "tokens_per_sec": None, "mfu": {}}
+        found.append(row)
+    return {**record, "training_iterations": found}
 
 
 # --- numbers ---

@@ -44,6 +44,11 @@ def test_the_last_90_percent_of_a_run_fill_the_loss_panel(tmp_path):
         assert any("off the scale, to" in text.get_text() for text in axis.texts)
 
 
+def test_a_short_run_shows_its_whole_fall(tmp_path):
+    axis = panels(plot_single_run.plot(run_of(tmp_path, new_record(490))))["Loss"]
+    assert axis.get_ylim()[1] > loss_at(0) and not axis.texts
+
+
 def test_the_mean_is_in_front_of_the_raw_curve(tmp_path):
     for axis in both(tmp_path):
         raw, mean = axis.lines[:2]
