@@ -25,4 +25,4 @@ def names_tokenizer(recorded: Any) -> bool:
     fields = {"char": ("chars",), "tiktoken": ("name",)} | dict.fromkeys(OF_FILES, ("file", "sha256"))
     if not isinstance(recorded, dict) or not isinstance(recorded.get("kind"), str):
         return False
-    return all(isinstance(recorded.get(field), str) for field in fields.get(recorded["kind"], ()))
+    return all(isinstance(recorded.get(field), str) for field in fields.get(recorded["kind"], ("",)))

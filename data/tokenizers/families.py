@@ -6,19 +6,18 @@ a tokenizer that has the right vocabulary, but another rule for digits, spaces o
 texts the right ids. PROBE is a text whose ids change with each of these rules.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import UserError
 from data.folders import DATA_DIR
 from data.tokenizers.choice import open_or_download_tokenizer
-from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer
+from data.tokenizers.tokenizer import SubwordTokenizer
 
 PROBE = " 2024! e\u0301 x.\n\n\ty's  z"
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     tokenizer: str  # its name in tiktoken, or the folder that save_pretrained wrote
     repository: str | None  # on the hub; some ask the user to accept a license first
     eot: str
@@ -29,36 +28,21 @@ class Family:
 
 FAMILIES = {
     "gpt2": Family(
-        "gpt2",
-        None,
-        "<|endoftext|>",
-        50256,
-        "48609 0 304 136 223 2124 13 628 197 88 338 220 1976",
-        "config/full_gpt2_1.36b.py",
+        *("gpt2", None, "<|endoftext|>", 50256),
+        *("48609 0 304 136 223 2124 13 628 197 88 338 220 1976", "config/full_gpt2_1.36b.py"),
     ),
     "llama": Family(
-        "llama2_tokenizer",
-        "meta-llama/Llama-2-7b-hf",
-        "</s>",
-        2,
+        *("llama2_tokenizer", "meta-llama/Llama-2-7b-hf", "</s>", 2),
         "259 29906 29900 29906 29946 29991 321 30103 921 29889 13 13 12 29891 29915 29879 29871 503",
         "config/full_llama_1.36b.py",
     ),
     "llama3": Family(
-        "llama3_tokenizer",
-        "meta-llama/Meta-Llama-3-8B",
-        "<|end_of_text|>",
-        128001,
-        "220 2366 19 0 384 54939 865 382 14862 596 220 1167",
-        "config/full_llama3_1.5b_optimal.py",
+        *("llama3_tokenizer", "meta-llama/Meta-Llama-3-8B", "<|end_of_text|>", 128001),
+        *("220 2366 19 0 384 54939 865 382 14862 596 220 1167", "config/full_llama3_1.5b_optimal.py"),
     ),
     "qwen3": Family(
-        "qwen3_tokenizer",
-        "Qwen/Qwen3-1.7B-Base",
-        "<|endoftext|>",
-        151643,
-        "220 17 15 17 19 0 3958 856 382 14522 594 220 1147",
-        "config/full_qwen3_1.8b_optimal.py",
+        *("qwen3_tokenizer", "Qwen/Qwen3-1.7B-Base", "<|endoftext|>", 151643),
+        *("220 17 15 17 19 0 3958 856 382 14522 594 220 1147", "config/full_qwen3_1.8b_optimal.py"),
     ),
 }
 
@@ -66,15 +50,11 @@ FAMILIES = {
 def open_family(family: Family, name: str | None) -> SubwordTokenizer:
     """The tokenizer at `name`, or in the folder that the guide says if name is None. UserError if it is not
     the tokenizer of this family."""
-    if name is None:
-        name = family.tokenizer if family.repository is None else str(_find_folder(family))
-    elif family.repository is not None and not name.startswith(HUB_PREFIX) and not Path(name).exists():
-        raise UserError(f"--tokenizer {name}: no such file or folder. {how_to_get(family)}")
     try:
+        name = name or _find_folder(family)
         tokenizer = open_or_download_tokenizer(name)
     except UserError as error:
-        hint = "" if family.repository is None else f"\n{how_to_get(family)}"
-        raise UserError(f"{error}{hint}") from error
+        raise UserError(f"{error}\n{how_to_get(family)}" if family.repository else str(error)) from error
     probe, eot_id = " ".join(map(str, tokenizer.encode(PROBE))), tokenizer.token_id(family.eot)
     if probe != family.probe or eot_id != family.eot_id:
         raise UserError(
@@ -84,14 +64,13 @@ def open_family(family: Family, name: str | None) -> SubwordTokenizer:
     return tokenizer
 
 
-def _find_folder(family: Family) -> Path:
-    places = [Path.cwd() / family.tokenizer, DATA_DIR.parent / family.tokenizer, DATA_DIR / family.tokenizer]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise UserError(
-        f"there is no tokenizer in {', '.join(map(str, dict.fromkeys(places)))}. {how_to_get(family)}"
-    )
+def _find_folder(family: Family) -> str:
+    places = [place / family.tokenizer for place in (Path.cwd(), DATA_DIR.parent, DATA_DIR)]
+    if family.repository is None:
+        return family.tokenizer
+    if not any(found := [place for place in places if place.is_dir()]):
+        raise UserError(f"there is no tokenizer in {', '.join(map(str, dict.fromkeys(places)))}")
+    return str(found[0])
 
 
 def how_to_get(family: Family) -> str:

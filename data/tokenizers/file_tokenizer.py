@@ -30,19 +30,31 @@ def raise_other(error: BaseException) -> None:
 
 
 def use_fastokens(tokenizer: Any) -> bool:
-    """Lets fastokens make the ids of a tokenizer.json, if it is installed and can. Without it, one line says
-    so. For a tokenizer of any kind."""
+    """Lets fastokens make the ids of a tokenizer.json, if it is installed and can; one line says so. Of a
+    tokenizer of another kind, returns False."""
     if not isinstance(tokenizer, FileTokenizer):
         return False
     if is_worker := multiprocessing.parent_process() is not None:
         os.environ |= {"RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}  # each worker has one core
-    encoder = tokenizer._open_fastokens()
+    encoder = f"fastokens; the first texts, and one in {CHECKED_EVERY}, also by tokenizers, to compare them"
+    try:
+        import fastokens
+
+        tokenizer.fast = fastokens.Tokenizer.from_json_str(tokenizer.tokenizer.to_str())
+    except ImportError:
+        install = "pip install -r requirements-data.txt"
+        encoder = f"tokenizers; fastokens makes the same many times as fast: {install}"
+    except BaseException as error:
+        raise_other(error)
+        encoder = f"tokenizers, as fastokens cannot read this tokenizer.json ({error})"
     if not is_worker:
         print(f"ids are made by {encoder}")
     return tokenizer.fast is not None
 
 
 class FileTokenizer:
+    file_name = "tokenizer.json"  # in the folder of a dataset
+
     def __init__(self, path: str | Path):
         try:
             from tokenizers import Tokenizer
@@ -50,6 +62,7 @@ class FileTokenizer:
             raise UserError(f"{path} needs the tokenizers library: pip install tokenizers") from None
         path = Path(path)
         content = tokenizer_json(path)
+        self.content = content.encode()
         try:
             self.tokenizer = Tokenizer.from_str(content)
             self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -73,20 +86,6 @@ class FileTokenizer:
             "name": path.resolve().parent.name,
             "file": str(path),
         }
-
-    def _open_fastokens(self) -> str:
-        """Returns which library will make the ids, and why, for the user."""
-        try:
-            import fastokens
-        except ImportError:
-            install = "pip install -r requirements/data.txt"
-            return f"tokenizers; fastokens makes the same many times as fast: {install}"
-        try:
-            self.fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())
-        except BaseException as error:
-            raise_other(error)
-            return f"tokenizers, as fastokens cannot read this tokenizer.json ({error})"
-        return f"fastokens; the first texts, and one in {CHECKED_EVERY}, also by tokenizers, to compare them"
 
     def encode(self, text: str) -> list[int]:
         return self.encode_arrays([text])[0].tolist()

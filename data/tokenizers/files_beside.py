@@ -6,9 +6,8 @@ the model. Special tokens are never made of text: those that only another file n
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
 from common.json_file import read_json
@@ -17,7 +16,6 @@ from data.tokenizers.json_file import MOST_BYTES
 CONFIG, ADDED = "tokenizer_config.json", "added_tokens.json"
 # What belongs to a tokenizer beside its own file; a model may have several chat templates
 BESIDE = (CONFIG, ADDED, "special_tokens_map.json", "*.jinja", "additional_chat_templates/*.jinja")
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Settings that tokenizer_config.json repeats: {its key: key of a step in tokenizer.json}
 REPEATED = {
     "add_prefix_space": "add_prefix_space",
@@ -47,9 +45,10 @@ def _check_tokens(config: dict, folder: Path, added_id: Callable[[str], int | No
     if "added_tokens_decoder" in config:
         decoder = config["added_tokens_decoder"].items()
         listed = {token["content"]: int(number) for number, token in decoder if not token.get("special")}
-    else:
-        special = {*_special(config), *_special(_read(folder / "special_tokens_map.json"))}
-        listed = {name: number for name, number in _read(folder / ADDED).items() if name not in special}
+    else:  # special are those that a value beside the list spells, such as "eos_token": "</s>"
+        special = json.dumps([config, _read(folder / "special_tokens_map.json")])
+        added = _read(folder / ADDED).items()
+        listed = {name: number for name, number in added if json.dumps(name) not in special}
     for name, number in listed.items():
         if (found := added_id(name)) != number:
             has = "has no such added token" if found is None else f"has it as {found}"
@@ -57,11 +56,11 @@ def _check_tokens(config: dict, folder: Path, added_id: Callable[[str], int | No
 
 
 def _check_settings(config: dict, tokenizer: dict) -> None:
-    for step in [*_steps(tokenizer.get("normalizer")), *_steps(tokenizer.get("pre_tokenizer"))]:
-        for key, own in REPEATED.items():
-            asked = config.get(key)
-            if isinstance(asked, bool) and step.get(own) not in (None, asked):
-                raise ValueError(f"{CONFIG} says {key}={asked}, and {step['type']} {own}={step[own]}")
+    steps = json.dumps([tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")])
+    for key, own in REPEATED.items():
+        other = not config.get(key)
+        if isinstance(config.get(key), bool) and f'"{own}": {json.dumps(other)}' in steps:
+            raise ValueError(f"{CONFIG} says {key}={config[key]}, and tokenizer.json {own}={other}")
 
 
 def _read(path: Path) -> dict:
@@ -69,21 +68,3 @@ def _read(path: Path) -> dict:
         return read_json(path, MOST_BYTES) if path.exists() or path.is_symlink() else {}
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON ({error})") from None
-
-
-def _special(config: dict) -> Iterator[str]:
-    """The tokens in keys such as "eos_token": "</s>" or {"content": "</s>"}, and the additional ones."""
-    values = [config.get(key) for key in NAMED]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = config.get(key) or []
-        values += more.values() if isinstance(more, dict) else more
-    contents = (value.get("content") if isinstance(value, dict) else value for value in values)
-    return (content for content in contents if isinstance(content, str) and content)
-
-
-def _steps(step: Any) -> Iterator[dict]:
-    """A normalizer or pre-tokenizer and those that it consists of."""
-    if isinstance(step, dict):
-        yield step
-        for inner in step.get("normalizers") or step.get("pretokenizers") or []:
-            yield from _steps(inner)

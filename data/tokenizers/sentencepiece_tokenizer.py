@@ -6,6 +6,7 @@ as ordinary text. The trap: programs that read a Hugging Face folder need a toke
 ids with those of the library; its hash is the tokenizer's, as in datasets that were made from such a JSON.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -17,20 +18,22 @@ import numpy as np
 
 from common.errors import UserError
 from data.tokenizers.files_beside import check_files_beside
-from data.tokenizers.json_file import DUMMY_PREFIX, SPACE, added_token, file_hash, read_file
+from data.tokenizers.json_file import DUMMY_PREFIX, SPACE, added_token, read_file
 
 LONGEST_PIECE = 10_000  # characters; finding its merges takes time by the square of them
 SPACES = ["", " ", "   ", " a  b\n  c \n\n", f"{SPACE}a {SPACE} {SPACE}", "e\u0301 \ufb01 12\t\U0001f642"]
 
 
 class SentencePieceTokenizer:
+    file_name = "tokenizer.model"  # in the folder of a dataset
+
     def __init__(self, path: str | Path):
         try:
             import sentencepiece
         except ImportError:
             raise UserError(f"{path} needs the sentencepiece library: pip install sentencepiece") from None
         path = Path(path)
-        content = read_file(path)
+        self.content = content = read_file(path)
         if content.split(b"\n", 1)[0].endswith(b" 0"):
             raise UserError(
                 f"{path} is not a SentencePiece model: it lists ranks, as that of LLaMA 3 does, and not how "
@@ -48,7 +51,7 @@ class SentencePieceTokenizer:
             "kind": "sentencepiece",
             "name": path.resolve().parent.name,
             "file": str(path),
-            "file_sha256": file_hash(path),
+            "file_sha256": hashlib.sha256(content).hexdigest(),
         }
 
     def encode(self, text: str) -> list[int]:

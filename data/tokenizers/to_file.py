@@ -3,14 +3,13 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from common.durable_file import write_bytes
 from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.families import PROBE
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.json_file import added_token, byte_letters, read_file, tokenizer_json
+from data.tokenizers.json_file import added_token, byte_letters
 from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, all_merges
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from data.tokenizers.tokenizer import SubwordTokenizer
@@ -23,34 +22,23 @@ COUNTED = re.compile(r"(\{\d+,?\d*\})\+")
 def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, eot_id: int | None) -> None:
     """eot_id: of the token that ends a document, if there is one."""
     if isinstance(tokenizer, FileTokenizer):
-        content = tokenizer_json(tokenizer.meta["file"])
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        if tokenizer.as_json is None:
-            write_bytes(folder / "tokenizer.model", read_file(tokenizer.meta["file"]))
-            print(f"no {FILE} has the ids of tokenizer.model: transformers may encode a text otherwise")
-            return
-        content = tokenizer.as_json
+        write_content(folder, tokenizer.content.decode(), eot_id)
+    elif not isinstance(tokenizer, SentencePieceTokenizer):
+        write_content(folder, _make(tokenizer), eot_id)
+    elif tokenizer.as_json is not None:
+        write_content(folder, tokenizer.as_json, eot_id)
     else:
-        content = _make(tokenizer)
-    write_content(folder, content, eot_id)
+        write_bytes(folder / tokenizer.file_name, tokenizer.content)
+        print(f"no {FILE} has the ids of tokenizer.model: transformers may encode a text otherwise")
 
 
 def write_content(folder: Path, content: str, eot_id: int | None) -> None:
     """content: of a tokenizer.json."""
+    added = {token["id"]: token["content"] for token in json.loads(content).get("added_tokens") or []}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": added[eot_id]} if eot_id in added else {}
     write_bytes(folder / FILE, content.encode())
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    if eot_id is not None and (token := _token(content, eot_id)) is not None:
-        config["eos_token"] = token
     write_bytes(folder / CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _token(content: str, number: int) -> str | None:
-    """The text of a special token."""
-    added = json.loads(content).get("added_tokens") or []
-    return next((token["content"] for token in added if token["id"] == number), None)
 
 
 def _make(tokenizer: CharTokenizer | TiktokenTokenizer) -> str:

@@ -7,7 +7,6 @@ text, so a document that contains '<|endoftext|>' never holds the end-of-text id
 """
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from common.durable_file import write_bytes
 from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.json_file import file_hash, read_file, tokenizer_json
+from data.tokenizers.json_file import file_hash
 from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 
@@ -67,16 +66,12 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
 
 
 def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> CharTokenizer | SubwordTokenizer:
-    """recorded: what the meta.json of the dataset in this folder says of its tokenizer."""
+    """recorded: what the meta.json of the dataset in this folder says of its tokenizer, if
+    names_tokenizer() says that it is enough."""
     if recorded["kind"] == "char":
         return CharTokenizer(recorded["chars"])
     if recorded["kind"] == "tiktoken":
         return TiktokenTokenizer(recorded["name"])
-    if recorded["kind"] not in OF_FILES:
-        kinds = ", ".join(["char", "tiktoken", *OF_FILES])
-        raise UserError(f"{folder}/meta.json has tokenizer kind {recorded['kind']!r}, not one of {kinds}")
-    if os.path.basename(recorded["file"]) != recorded["file"]:
-        raise UserError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
     path = Path(folder) / recorded["file"]
     if not path.is_file() or file_hash(path) != recorded.get("file_sha256", recorded["sha256"]):
         state = "has changed since" if path.is_file() else "is gone, but"
@@ -89,23 +84,20 @@ def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> Cha
 def keep_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> dict[str, Any]:
     """What meta.json records of the tokenizer. Its file, if it has one, is copied into the folder."""
     meta = {**tokenizer.meta, "sha256": hash_tokenizer(tokenizer)}
-    if isinstance(tokenizer, FileTokenizer):
-        write_bytes(folder / "tokenizer.json", tokenizer_json(meta["file"]).encode())
-        meta["file"] = "tokenizer.json"
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        write_bytes(folder / "tokenizer.model", read_file(meta["file"]))
-        meta["file"] = "tokenizer.model"
+    if isinstance(tokenizer, FileTokenizer | SentencePieceTokenizer):
+        meta["file"] = tokenizer.file_name
+        write_bytes(folder / tokenizer.file_name, tokenizer.content)
     return meta
 
 
 def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
     """The hash of its tokenizer.json, also of the one that says the same as a tokenizer.model; else that of
     the model file, or of all the tokens of an encoding of tiktoken's."""
-    if isinstance(tokenizer, FileTokenizer):
-        content = tokenizer_json(tokenizer.meta["file"]).encode()
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        content = (tokenizer.as_json or "").encode() or read_file(tokenizer.meta["file"])
-    else:
+    if isinstance(tokenizer, TiktokenTokenizer):
         vocabulary = tokenizer.encoding.token_byte_values()
         content = b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        content = (tokenizer.as_json or "").encode() or tokenizer.content
+    else:
+        content = tokenizer.content
     return hashlib.sha256(content).hexdigest()

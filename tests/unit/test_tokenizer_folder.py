@@ -77,7 +77,7 @@ def test_special_tokens_of_other_files_change_no_id_of_a_text(tmp_path, case):
         (
             CONFIG,
             {"add_prefix_space": True},
-            "says add_prefix_space=True, and ByteLevel add_prefix_space=False",
+            "says add_prefix_space=True, and tokenizer.json add_prefix_space=False",
         ),
     ],
 )
