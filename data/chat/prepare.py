@@ -60,8 +60,8 @@ def main() -> None:
     wanted = args.train_on, args.max_length, args.messages_key
     chat = Chat(folder, template.sha256, template.end_of_turn, *wanted)
     settings = replace(make_settings(args, tokenizer, eot_id=None), chat=chat)
-    weights = args.tokenizer if args.tokenizer.startswith(HUB_PREFIX) else f"{HUB_PREFIX}{folder}"
-    make_dataset(args, files, tokenizer, settings, " ".join(args.input), weights)
+    args.config = args.tokenizer if args.tokenizer.startswith(HUB_PREFIX) else f"{HUB_PREFIX}{folder}"
+    make_dataset(args, files, tokenizer, settings)
 
 
 if __name__ == "__main__":

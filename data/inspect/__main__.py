@@ -22,37 +22,24 @@ from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
+from data.pipeline import token_files
 from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
 from data.pipeline.meta_file import count_tokens, document_ends, read_meta
-from data.pipeline.token_files import (
-    LENGTH_DTYPE,
-    MASKED,
-    SPLITS,
-    is_of_split,
-    lengths_name,
-    plain_ids,
-    stored_dtype,
-    token_file_names,
-)
+from data.pipeline.token_files import MASKED, SPLITS, described, is_of_split, plain_ids, stored_dtype
 from data.pipeline.verified import damaged_files, forget, wrong_size
 from data.tokenizers.tokenizer import Tokenizer
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
-    files = meta["files"]
-    there = {name for split in SPLITS for name in token_file_names(folder, split)}
-    for name in sorted(there - set(files)):
-        raise UserError(f"{folder / name} is not in meta.json; run the dataset's prepare.py again")
-    if wrong := wrong_size(folder, meta["dtype"], files):
+    listed, again = described(meta["dtype"], meta["files"]), "run the dataset's prepare.py again"
+    there = {name for split in SPLITS for name in token_files.token_file_names(folder, split)}
+    for name in sorted(there - set(listed)):
+        raise UserError(f"{folder / name} is not in meta.json; {again}")
+    if wrong := wrong_size(folder, listed):
         raise UserError(f"{wrong}; {how_to_make(folder)}")
-    if not hashes:
-        return
-    if damaged := damaged_files(folder, meta["dtype"], files, True, meta["vocab_size"]):
+    if hashes and (damaged := damaged_files(folder, listed, True, meta["vocab_size"])):
         forget(folder, damaged)  # else prepare.py and train.py would trust its size and time
-        raise UserError(
-            f"{folder / min(damaged)} is not the file that meta.json describes; run the dataset's prepare.py "
-            "again"
-        )
+        raise UserError(f"{folder / min(damaged)} is not the file that meta.json describes; {again}")
 
 
 def sample(
@@ -61,16 +48,15 @@ def sample(
     """(file name, position, ids) of `count` random places, or conversations. A longer file is chosen more
     often."""
     files = {name: file["tokens"] for name, file in meta["files"].items() if is_of_split(name, split)}
-    names, tokens = list(files), np.array(list(files.values()))
-    if not tokens.sum():
-        return
-    for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
-        dtype = stored_dtype(meta["dtype"])
-        position = int(rng.integers(max(1, tokens[file] - length)))
+    dtype, tokens = stored_dtype(meta["dtype"]), np.array(list(files.values()))
+    for name in rng.choice(list(files), size=count, p=tokens / tokens.sum()) if tokens.any() else []:
+        position = int(rng.integers(max(1, files[name] - length)))
         if meta["dtype"] == MASKED:
-            position, length = _one_conversation(folder, names[file], rng)
-        ids = np.fromfile(folder / names[file], dtype, count=length, offset=position * dtype.itemsize)
-        yield names[file], position, ids
+            lengths = np.fromfile(folder / token_files.lengths_name(name), "<u4").astype(np.int64)
+            one = int(rng.integers(len(lengths)))
+            position, length = int(lengths[:one].sum()), int(lengths[one])
+        ids = np.fromfile(folder / name, dtype, count=length, offset=position * dtype.itemsize)
+        yield name, position, ids
 
 
 def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
@@ -85,13 +71,6 @@ def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
         text = tokenizer.decode(plain_ids(part).tolist())
         shown.append(f"{begin}{text}{end}" if is_chat and part[0] >= 0 else text)
     return "".join(shown)
-
-
-def _one_conversation(folder: Path, name: str, rng: np.random.Generator) -> tuple[int, int]:
-    """(first token, tokens) of a random one."""
-    lengths = np.fromfile(folder / lengths_name(name), stored_dtype(LENGTH_DTYPE)).astype(np.int64)
-    one = int(rng.integers(len(lengths)))
-    return int(lengths[:one].sum()), int(lengths[one])
 
 
 def printable(text: str) -> str:
@@ -123,8 +102,8 @@ def main() -> None:
     for key in ("documents", "empty", "bad", "cut", "too_long", "targets"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")
-    files = len(meta["files"])
-    print(f"files      {files}, {meta['dtype']}, {'hashes checked' if args.hash else 'sizes checked'}")
+    checked = "hashes checked" if args.hash else "sizes checked"
+    print(f"files      {len(meta['files'])}, {meta['dtype']}, {checked}")
     for split, tokens in count_tokens(meta).items():
         print(f"{split:9s}  {tokens:,} tokens")
     rng = np.random.default_rng(args.seed)

@@ -44,9 +44,8 @@ def main() -> None:
     eot_id = None if args.lengths else find_eot(tokenizer, args.eot)
     settings = make_settings(args, tokenizer, None if args.tokens else eot_id)
     columns = Columns(args.tokens, args.lengths, eot_id, args.bytes_dtype) if args.tokens else None
-    config = "config/cpt_qwen3_1.7b_4096.py" if args.tokens and tokenizer.vocab_size == 151_669 else None
-    settings = replace(settings, columns=columns)
-    make_dataset(args, files, tokenizer, settings, " ".join(args.input), config)
+    args.config = "config/cpt_qwen3_1.7b_4096.py" if args.tokens and tokenizer.vocab_size == 151_669 else None
+    make_dataset(args, files, tokenizer, replace(settings, columns=columns))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from pathlib import Path
 from common.arguments import check_output, user_folder, whole_number
 from common.cgroups import usable_cores
 from common.errors import UserError
-from data.pipeline.hub import Hub
+from data.pipeline.documents import TEXT_KEY
 from data.pipeline.next_commands import report
 from data.pipeline.parts import Settings
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
+from data.pipeline.workers import Job
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
 WORKERS_MAX = 1024  # processes of one machine
@@ -39,6 +40,8 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     add("--splits", choices=("names", "ignore"), default="names", help=names)
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
+    # what a script may set
+    parser.set_defaults(store=None, source=None, config=None, text_key=TEXT_KEY)
     return parser
 
 
@@ -52,31 +55,27 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int | None) -> Settings:
-    bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
-    if args.bos is not None and bos_id is None:
+def make_settings(args: argparse.Namespace, tokenizer: Tokenizer | None, eot_id: int | None) -> Settings:
+    """tokenizer: None for the settings of what a tokenizer is trained on."""
+    bos_id = tokenizer.token_id(args.bos) if tokenizer and args.bos is not None else None
+    if tokenizer and args.bos is not None and bos_id is None:
         raise UserError(f"--bos {args.bos}: the tokenizer has no such token")
-    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, args.max_tokens, splits=args.splits)
+    limits = args.shard_tokens, args.max_tokens
+    return Settings(eot_id, bos_id, args.val_fraction, *limits, args.text_key, args.splits)
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    return Job(args.workers, args.max_bad, args.resume)
+    return Job(args.workers, args.max_bad, args.resume, args.store)
 
 
 def make_dataset(
-    args: argparse.Namespace,
-    files: list[Path],
-    tokenizer: SubwordTokenizer,
-    settings: Settings,
-    source: str,
-    config: str | None = None,
-    store: Hub | None = None,
+    args: argparse.Namespace, files: list[Path], tokenizer: SubwordTokenizer, settings: Settings
 ) -> None:
-    """Calls prepare() with these options, and prints a report."""
-    job, folder = make_job(args), args.output
+    """Calls prepare() with these options, and prints a report. args.config: as report() has it."""
+    source = args.source or " ".join(args.input)
     try:
-        meta = prepare(files, folder, tokenizer, settings, source, job, store)
+        meta = prepare(files, args.output, tokenizer, settings, source, make_job(args))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("what is complete is kept: the same command goes on") from None
     print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")
-    report(meta, args.output, config)
+    report(meta, args.output, args.config)

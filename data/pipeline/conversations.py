@@ -74,9 +74,8 @@ class ChatTemplate:
             ) from None
         self.sha256 = hashlib.sha256(self.template.encode()).hexdigest()
         added = self.tokenizer.added_tokens_decoder
-        special = sorted(
-            (each for each in added.values() if each.special), key=lambda each: -len(each.content)
-        )
+        special = [each for each in added.values() if each.special]
+        special.sort(key=lambda each: -len(each.content))
         self.ids = {each.content: number for number, each in added.items()}
         self.strips = any(each.lstrip or each.rstrip for each in special)
         self.special = re.compile("|".join(re.escape(each.content) for each in special) or "(?!)")
@@ -93,10 +92,8 @@ class ChatTemplate:
             _, end = self._answer(messages, 1, None, whole)
             return self.ids[self.special.findall(whole[:end])[-1]]
         except BadRecord as bad:
-            name = self.tokenizer.name_or_path
-            raise UserError(
-                f"the chat template of {name} cannot be used: of a question and an answer, {bad}"
-            ) from None
+            template = f"the chat template of {self.tokenizer.name_or_path}"
+            raise UserError(f"{template} cannot be used: of a question and an answer, {bad}") from None
 
     def documents(self, content: str, chat: Chat, counts: Counter[str]) -> Iterator[np.ndarray]:
         """The ids of a conversation, {"messages": ...} as JSON: int64, negative for what is no target. Counts
@@ -132,37 +129,31 @@ class ChatTemplate:
         record = record if isinstance(record, dict) else {}
         given = record.get(key)
         if given is None and PROMPT in record and COMPLETION in record:
-            sides = [(record[PROMPT], "user"), (record[COMPLETION], "assistant")]
-            given = [each for side, role in sides for each in self._side(side, role)]
+            sides = (record[PROMPT], "user"), (record[COMPLETION], "assistant")
+            lists = (s if isinstance(s, list) else [{"role": role, "content": s}] for s, role in sides)
+            given = [message for side in lists for message in side]
         if not isinstance(given, list) or not given:
             raise BadRecord(f'it has no list of messages named "{key}", and no "{PROMPT}" and "{COMPLETION}"')
-        messages, left_out = [], set()
+        messages, left_out = [], set[int]()
         for k, each in enumerate(given):
             if not isinstance(each, dict) or not isinstance(each.get("role"), str):
                 raise BadRecord(f"message {k + 1} is no object with a role")
             message = {name: value for name, value in each.items() if value is not None}  # as parquet has it
+            name = f"message {k + 1}"
             if not isinstance(train := message.pop("train", True), bool):
-                raise BadRecord(
-                    f'message {k + 1} says "train": {train!r:.80}, which is neither true nor false'
-                )
-            if not train:
-                left_out.add(k)
-            message["content"] = self._text(message.get("content", ""), f"message {k + 1}")
+                raise BadRecord(f'{name} says "train": {train!r:.80}, which is neither true nor false')
+            left_out |= set() if train else {k}
+            message["content"] = self._text(message.get("content", ""), name)
             messages.append(self._with_stand_ins(message))
         return messages, self._with_stand_ins(record.get("tools")), left_out
 
     @staticmethod
-    def _side(side: Any, role: str) -> list:
-        return side if isinstance(side, list) else [{"role": role, "content": side}]
-
-    @staticmethod
     def _text(content: Any, where: str) -> str:
-        if isinstance(content, list):  # of parts
-            if others := [
-                part for part in content if not isinstance(part, dict) or part.get("type") != "text"
-            ]:
-                kind = others[0].get("type") if isinstance(others[0], dict) else others[0]
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else part
                 raise BadRecord(f"{where} has a part of kind {kind!r:.80}; only text can be trained on")
+        if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(content, str):
             raise BadRecord(f"the content of {where} is {content!r:.80}, no text")
@@ -211,13 +202,11 @@ class ChatTemplate:
         for what, text in self._also_said(messages[k]):
             if "".join(text.split()) not in said:
                 raise BadRecord(f"the chat template leaves out the {what} of {name}")
-        if GENERATION.search(self.template):
-            marked = self._marked(messages[: k + 1], tools)
-            if marked != span:
-                raise BadRecord(
-                    f"the template's {{% generation %}} marks characters {marked} of {name} and its end; an "
-                    f"answer and the token that ends it are {span}"
-                )
+        if GENERATION.search(self.template) and (marked := self._marked(messages[: k + 1], tools)) != span:
+            raise BadRecord(
+                f"the template's {{% generation %}} marks characters {marked} of {name} and its end; an "
+                f"answer and the token that ends it are {span}"
+            )
         return span
 
     @staticmethod
@@ -253,9 +242,8 @@ class ChatTemplate:
             if not stable:
                 raise BadRecord("the chat template changes earlier turns; --train_on=assistant divides them")
             edges.append(len(whole))
-            yield Rendered(
-                whole, list(zip(edges[::2], edges[1::2], strict=True)), [e for _, e in spans.values()]
-            )
+            spoken = list(zip(edges[::2], edges[1::2], strict=True))
+            yield Rendered(whole, spoken, [end for _, end in spans.values()])
         elif stable:
             yield Rendered(whole, list(spans.values()), [end for _, end in spans.values()])
         else:

@@ -20,9 +20,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return open_recorded_tokenizer(recorded, folder)
 
 
-def names_tokenizer(recorded: Any) -> bool:
+def names_tokenizer(recorded: dict[str, Any] | None) -> bool:
     """Whether what meta.json says of a tokenizer is enough to open it."""
-    fields = {"char": ("chars",), "tiktoken": ("name",)} | dict.fromkeys(OF_FILES, ("file", "sha256"))
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("kind"), str):
-        return False
-    return all(isinstance(recorded.get(field), str) for field in fields.get(recorded["kind"], ("",)))
+    fields = {"char": ["chars"], "tiktoken": ["name"]} | dict.fromkeys(OF_FILES, ["file", "sha256"])
+    return recorded is not None and all(map(recorded.get, fields.get(recorded.get("kind", ""), ["no kind"])))

@@ -44,11 +44,11 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
-def _open_zstd(raw: BinaryIO) -> io.BufferedReader:
-    return io.BufferedReader(ZstdFile(raw), 1 << 20)
-
-
-CODECS: dict[str, Any] = {"zstd": _open_zstd, "gz": gzip.open, "bz2": bz2.open}
+CODECS: dict[str, Any] = {
+    "zstd": lambda raw: io.BufferedReader(ZstdFile(raw), 1 << 20),
+    "gz": gzip.open,
+    "bz2": bz2.open,
+}
 
 
 def open_decompressed(raw: BinaryIO, codec: str | None) -> BinaryIO:

@@ -71,13 +71,13 @@ def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterato
     """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
     is written. A large file of text is encoded while it is written, and what would be a BadRecord is a
     UserError."""
+
+    def streamed() -> Iterator[np.ndarray]:
+        try:
+            yield from pieces
+        except (BadRecord, EncodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+
     pieces = encode_document(document, encode)
-    large = is_one_document(Path(path)) and os.path.getsize(path) > LARGE_BYTES
-    return _streamed(pieces, path) if large else iter(list(pieces))
-
-
-def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
-    try:
-        yield from pieces
-    except (BadRecord, EncodeError) as error:
-        raise UserError(f"{path}: {error}") from None
+    is_large = is_one_document(Path(path)) and os.path.getsize(path) > LARGE_BYTES
+    return streamed() if is_large else iter(list(pieces))

@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,8 +49,7 @@ def parse_line(line: bytes, place: str, text_key: str | None) -> str:
         values = DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         if isinstance(values, dict) and text_key not in values:
             texts = [name for name, value in values.items() if isinstance(value, str)]
-            texts.sort(key=lambda name: -len(values[name]))
-            raise MissingColumn(place, text_key, values, texts)
+            raise MissingColumn(place, text_key, values, sorted(texts, key=lambda name: -len(values[name])))
         text = values[text_key]
         text.encode("utf-8")  # fails for half a surrogate pair, which is valid JSON but not text
         return text
@@ -72,23 +71,11 @@ def read_lines(
             _skip_line(raw)
         while span is None or raw.tell() < span[1]:
             place = f"{path}, byte {raw.tell():,}" if span else f"{path}, line {number + 1}"
-            try:
-                line = lines.readline(LINE_BYTES)
-                long = len(line) == LINE_BYTES and not line.endswith(b"\n")
-                if long:
-                    _skip_line(lines)
-            except UserError:
-                raise
-            except Exception as error:  # gzip, zlib and zstandard each raise errors of their own
-                if is_disk_error(error):
-                    raise
-                reason = f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
-                yield number + 1, BadRecord(reason)
-                return
-            if not line:
+            if not (line := lines.readline(LINE_BYTES)):
                 return
             number += 1
-            if long:
+            if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+                _skip_line(lines)
                 yield number, BadRecord(f"{place} is longer than {LINE_BYTES >> 20} MiB")
             elif line.strip():
                 try:
@@ -102,26 +89,7 @@ def _skip_line(lines: BinaryIO) -> None:
         pass
 
 
-def read_rows(
-    path: Path, text_key: str | None, span: tuple[int, int] | None
-) -> Iterator[tuple[int, str | BadRecord]]:
-    number = 0
-    try:
-        for number, text in read_values(path, LINE_BYTES, text_key, span):
-            yield number, text
-    except MissingColumn as missing:  # in all rows: more than a bad record
-        raise UserError(str(missing)) from None
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # of a file without a readable footer; pyarrow raises many kinds
-        if is_disk_error(error):
-            raise
-        yield number + 1, BadRecord(f"{path} is damaged: {type(error).__name__}: {error}")
-
-
-def read_mds(
-    path: Path, text_key: str | None, span: tuple[int, int] | None
-) -> Iterator[tuple[int, str | BadRecord]]:
+def read_mds(path: Path) -> Iterator[tuple[int, str | BadRecord]]:
     """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
     used."""
     for number, [(_, value)] in enumerate(read_samples(path, ["text"])):
@@ -162,14 +130,23 @@ def read_records(
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
-    for number, text in _reader(path)(path, text_key, span):
-        yield number, text if isinstance(text, BadRecord) else [text]
-
-
-def _reader(path: Path) -> Callable:
     if re.search(r"\.mds(\.\w+)?$", path.name):
-        return read_mds
-    return read_rows if path.suffix == ".parquet" else read_lines
+        records = read_mds(path)
+    elif path.suffix == ".parquet":
+        records = read_values(path, LINE_BYTES, text_key, span)
+    else:
+        records = read_lines(path, text_key, span)
+    number = 0
+    try:
+        for number, text in records:
+            yield number, text if isinstance(text, BadRecord) else [text]
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # pyarrow, gzip, zlib and zstandard each raise errors of their own
+        if is_disk_error(error):
+            raise
+        reason = f"{path} is damaged after record {number}: {type(error).__name__}: {error}"
+        yield number + 1, BadRecord(reason)
 
 
 def hash_content(content: Iterable[bytes]) -> int:

@@ -1,28 +1,29 @@
 """Where input files come from: this disk, or the Hugging Face hub, from which each part downloads its own.
 
 The trap: when the hub cannot be reached, its library's snapshot_download takes a half downloaded folder for
-the whole data set. So the names, sizes and hashes of one commit's files are listed once and kept, the work is
-planned from that list, and each file is compared with it before it is read.
+the whole data set. So the names and sizes of one commit's files are listed once and kept, the work is planned
+from that list, and the size of each file is compared with it before it is read.
 """
 
 import errno
-import hashlib
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import is_plain_name
 from data.huggingface import hub_library, is_offline, why_no_download
-from data.pipeline.token_files import is_count, is_hash
+from data.pipeline.meta_file import is_text, wrong_field
+from data.pipeline.token_files import is_count
 
 LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 RETRY_SECONDS = (1, 5, 20, 60, 120)  # waits between tries, each of which has the library's own retries
+LISTED = {"repository": is_text, "commit": is_text, "files": lambda value: isinstance(value, dict) and value}
 FINAL_STATUSES = (401, 403, 404)  # of HTTP; trying again does not change them
 
 
@@ -32,7 +33,7 @@ class Hub:
 
     repository: str
     commit: str
-    files: dict[str, tuple[int, str | None]]  # name: (size, sha256)
+    files: dict[str, int]  # name: bytes
     folder: Path
     keep: bool  # False: a file is deleted when its tokens are made
 
@@ -40,30 +41,21 @@ class Hub:
         return sorted(self.folder / name for name in self.files)
 
     def size(self, path: str | Path) -> int:
-        return self.files[self._name(path)][0]
+        return self.files[Path(path).relative_to(self.folder).as_posix()]
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Returns when the files are on this disk and equal to the listed ones."""
-        for path in paths:
-            self._check_no_link(path)
+        """Returns when the files are on this disk and have the listed sizes."""
+        for path in map(Path, paths):
+            name = path.relative_to(self.folder)
+            # the folder may be a link, to another disk; one inside would lead the library to files elsewhere
+            for place in (path, self.folder / ".cache/huggingface/download" / name):  # where it writes first
+                if not place.parent.resolve().is_relative_to(self.folder):
+                    raise UserError(f"{place.parent} leads elsewhere by a link; remove that")
             if not self._is_whole(path):
-                Path(path).unlink(missing_ok=True)
-                self._download(self._name(path))
+                path.unlink(missing_ok=True)
+                self._download(name.as_posix())
                 if not self._is_whole(path):
-                    raise UserError(
-                        f"{path} is not the file that {LISTING} lists; run the same command again"
-                    )
-
-    def _check_no_link(self, path: str | Path) -> None:
-        """Through a link inside the folder, a download or its deletion would change files elsewhere. The
-        folder itself may be a link, to another disk."""
-        name = Path(self._name(path)).parent
-        for inside in (name, Path(".cache/huggingface/download") / name):  # where the library writes first
-            for parent in (inside, *inside.parents[:-1]):
-                if (self.folder / parent).is_symlink() and parent.name:
-                    raise UserError(
-                        f"{self.folder / parent} is a link, through which nothing is written; remove it"
-                    )
+                    raise UserError(f"{path} has not the size in {LISTING}; run the same command again")
 
     def release(self, paths: Iterable[str]) -> None:
         """The files will not be read again."""
@@ -71,37 +63,23 @@ class Hub:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
-    def _name(self, path: str | Path) -> str:
-        return Path(path).relative_to(self.folder).as_posix()
-
-    def _is_whole(self, path: str | Path) -> bool:
-        size, sha256 = self.files[self._name(path)]
-        if not os.path.isfile(path) or os.path.getsize(path) != size:
-            return False
-        if sha256 is None:
-            return True
-        with open(path, "rb") as file:
-            digest = hashlib.sha256()
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-        return digest.hexdigest() == sha256
+    def _is_whole(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_size == self.size(path)
 
     def _download(self, name: str) -> None:
         """A broken connection continues where it stopped; after a kill, the file is downloaded again."""
         library = hub_library()
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()  # there would be one for each file of each worker
+        library.utils.disable_progress_bars()  # there would be one for each file of each worker
         for seconds in (*RETRY_SECONDS, None):
             try:
-                library.hf_hub_download(
-                    self.repository, name, repo_type="dataset", revision=self.commit, local_dir=self.folder
-                )
+                options = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.folder}
+                library.hf_hub_download(self.repository, name, **options)
                 return
             except Exception as error:  # of httpx, of requests, and the hub's own
                 if getattr(error, "errno", None) == errno.ENOSPC:
                     raise
-                if seconds is None or _is_final(error):
+                status = getattr(getattr(error, "response", None), "status_code", None)
+                if seconds is None or status in FINAL_STATUSES or is_offline():
                     raise ConnectionError(
                         f"{name} of {self.repository} could not be downloaded {why_no_download(error)}"
                     ) from error
@@ -110,46 +88,40 @@ class Hub:
 
 def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
     """The data set as the file `listing` describes it. If there is no such file, the hub is asked for the
-    newest commit, and the file is written."""
-    folder = folder.resolve()
+    newest commit, and the file is written. Raises UserError."""
     if not listing.is_file():
         commit, listed = _ask(repository)
         listing.parent.mkdir(parents=True, exist_ok=True)
         write_json(listing, {"repository": repository, "commit": commit, "files": listed})
-    commit, files = _read_listing(listing, repository)
-    return Hub(repository, commit, files, folder, keep)
-
-
-def _read_listing(path: Path, repository: str) -> tuple[str, dict[str, tuple[int, str | None]]]:
-    """(commit, {name: (size, sha256)}). Raises UserError."""
     try:
-        content = read_json(path)
+        content = read_json(listing)
+        if wrong := wrong_field(" in it", content, LISTED, LISTED):
+            raise ValueError(wrong)
+        if wrong := [each for each in content["files"].items() if not _is_listed(*each)]:
+            raise ValueError(f"it says {wrong[0][1]!r:.80} of {wrong[0][0]!r:.80}")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it") from None
-    if content.get("repository") != repository:
-        raise UserError(f"{path} is of {content.get('repository')!s:.80}, not of {repository}; delete it")
-    commit, files = content.get("commit"), content.get("files")
-    if not isinstance(commit, str) or not isinstance(files, dict) or not files:
-        raise UserError(f"{path} is damaged (it lists no commit or no files); delete it")
-    for name, file in files.items():
-        inside = name.endswith(SUFFIXES) and all(map(is_plain_name, name.split("/")))
-        size, sha256 = file if isinstance(file, list) and len(file) == 2 else (None, None)
-        if not inside or not is_count(size) or not (sha256 is None or is_hash(sha256)):
-            raise UserError(f"{path} is damaged (it says {file!r:.80} of {name!r:.80}); delete it")
-    return commit, {name: (size, sha256) for name, (size, sha256) in files.items()}
+        raise UserError(f"{listing} is damaged ({error}); delete it") from None
+    if content["repository"] != repository:
+        raise UserError(f"{listing} is of {content['repository']:.80}, not of {repository}; delete it")
+    sizes = {name: file[0] if isinstance(file, list) else file for name, file in content["files"].items()}
+    return Hub(repository, content["commit"], sizes, folder.resolve(), keep)
 
 
-def _ask(repository: str) -> tuple[str, dict]:
-    """(commit, {name: (size, sha256)}) of the newest commit."""
+def _is_listed(name: str, file: Any) -> bool:
+    """Whether this is a name inside of the folder, and its size; earlier versions wrote [size, hash]."""
+    size = file[0] if isinstance(file, list) and file else file
+    return name.endswith(SUFFIXES) and all(map(is_plain_name, name.split("/"))) and is_count(size)
+
+
+def _ask(repository: str) -> tuple[str, dict[str, int]]:
+    """(commit, {name: size}) of the newest commit."""
     library = hub_library()
     try:
         hub = library.HfApi()
         commit = hub.dataset_info(repository).sha
         tree = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {
-            entry.path: (entry.size, entry.lfs.sha256 if entry.lfs else None)
-            for entry in tree
-            if entry.path.endswith(SUFFIXES) and hasattr(entry, "size")
+            file.path: file.size for file in tree if file.path.endswith(SUFFIXES) and hasattr(file, "size")
         }
     except Exception as error:
         raise UserError(
@@ -159,8 +131,3 @@ def _ask(repository: str) -> tuple[str, dict]:
     if not files:
         raise UserError(f"{repository} holds no file that ends in {', '.join(SUFFIXES)}")
     return commit, files
-
-
-def _is_final(error: Exception) -> bool:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status in FINAL_STATUSES or is_offline()

@@ -43,7 +43,7 @@ class FileInfo(NamedTuple):
 class Shard(NamedTuple):
     columns: dict[str, tuple[str, int | None]]  # name -> (encoding, size if it is fixed), in their order
     codec: str  # "" if it is not compressed
-    files: tuple[FileInfo, ...]  # raw, and compressed
+    files: tuple[FileInfo, ...]  # raw, and compressed or raw again
     samples: int
 
 
@@ -71,34 +71,32 @@ def read_index(path: Path) -> list[Shard]:
             raise ValueError(f"it has version {index.get('version')!r:.40} (2 is read), or names no shards")
         return [_read_shard(shard) for shard in index["shards"]]
     except (OSError, ValueError) as error:
-        fix = "name the folder that MDSWriter wrote"
-        raise UserError(f"{path} is not an index of MDS shards ({error}); {fix}") from None
+        raise UserError(f"{path} is no index of MDS shards ({error}); name the folder of MDSWriter") from None
 
 
 def _read_shard(entry: Any) -> Shard:
     if _field(entry, "format", str) != "mds" or entry.get("version") != 2:
         raise ValueError(f"a shard has format {entry['format']!r:.40}, and 'mds' of version 2 is read")
-    lists = [_field(entry, f"column_{what}", list) for what in ("names", "encodings", "sizes")]
-    texts = all(isinstance(name, str) for name in (*lists[0], *lists[1]))
-    if not texts or len({*map(len, lists), len(set(lists[0]))}) != 1:
-        raise ValueError(f"the columns are {lists[0]!r:.80}, their encodings {lists[1]!r:.80}")
-    if wrong := [size for size in lists[2] if size is not None and not is_count(size, MOST_BYTES)]:
+    lists = (_field(entry, f"column_{what}", list) for what in ("names", "encodings", "sizes"))
+    names, encodings, sizes = lists
+    texts = all(isinstance(name, str) for name in (*names, *encodings))
+    if not texts or len({len(names), len(encodings), len(sizes), len(set(names))}) != 1:
+        raise ValueError(f"the columns are {names!r:.80}, their encodings {encodings!r:.80}")
+    if wrong := [size for size in sizes if size is not None and not is_count(size, MOST_BYTES)]:
         raise ValueError(f"a column has the size {wrong[0]!r:.80}")
-    columns = {name: (encoding, size or None) for name, encoding, size in zip(*lists, strict=True)}
+    columns = {names[k]: (encodings[k], sizes[k] or None) for k in range(len(names))}
     codec = "" if entry.get("compression") is None else _field(entry, "compression", str).partition(":")[0]
-    files = [entry.get("raw_data"), *([] if entry.get("zip_data") is None else [entry["zip_data"]])]
-    return Shard(columns, codec, tuple(map(_read_file, files)), _field(entry, "samples", int))
-
-
-def _read_file(info: Any) -> FileInfo:
-    name, size = _field(info, "basename", str), _field(info, "bytes", int)
-    if not all(map(is_plain_name, name.split("/"))):
-        raise ValueError(f"the file name {name!r:.80} leads out of the folder")
-    hashes = _field(info, "hashes", dict) if info.get("hashes") else {}
-    for kind in hashes:
-        _digest(kind, b"")
-        _field(hashes, kind, str)
-    return FileInfo(name, size, hashes)
+    files = []
+    for info in (entry.get("raw_data"), entry.get("zip_data") or entry.get("raw_data")):
+        name, size = _field(info, "basename", str), _field(info, "bytes", int)
+        if not all(map(is_plain_name, name.split("/"))):
+            raise ValueError(f"the file name {name!r:.80} leads out of the folder")
+        hashes = _field(info, "hashes", dict) if info.get("hashes") else {}
+        for kind in hashes:
+            _digest(kind, b"")
+            _field(hashes, kind, str)
+        files.append(FileInfo(name, size, hashes))
+    return Shard(columns, codec, tuple(files), _field(entry, "samples", int))
 
 
 def _digest(kind: str, content: bytes) -> str:

@@ -8,25 +8,15 @@ dataset may contain, is never read.
 import os
 import pickle
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import how_to_make, is_plain_name
-from data.pipeline.token_files import (
-    DTYPES,
-    MOST_LENGTH,
-    SPLITS,
-    UINT16_IDS,
-    is_count,
-    is_hash,
-    is_of_split,
-    smallest_dtype,
-    stored_dtype,
-    token_file_names,
-)
+from data.pipeline import token_files
+from data.pipeline.token_files import DTYPES, SPLITS, UINT16_IDS, is_count, is_hash, is_of_split
 
 FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
 LENGTHS_FORMAT = 2  # the same, and each token file has a file of document lengths beside it
@@ -40,7 +30,7 @@ def describe(vocab_size: int, tokenizer: dict, eot_id: int | None, source: str, 
     """What meta.json holds. tokenizer is the .meta of one; files is {name: what its TokenWriter counted}."""
     return {
         "format": LENGTHS_FORMAT if any("lengths" in file for file in files.values()) else FORMAT,
-        "dtype": smallest_dtype(vocab_size),
+        "dtype": token_files.smallest_dtype(vocab_size),
         "vocab_size": vocab_size,
         "eot_id": eot_id,
         "tokenizer": tokenizer,
@@ -77,29 +67,17 @@ def read_meta(folder: str | Path) -> dict:
             f"{path} has format {version!r:.80}, this code reads {FORMAT} and {LENGTHS_FORMAT}; run its "
             "prepare.py again"
         )
-    if meta.get("dtype") not in DTYPES:  # in a tuple: a value of any type may be looked for
-        raise UserError(f"{path}: dtype {meta.get('dtype')!r:.80} is not one of {', '.join(DTYPES)}")
-    if meta["dtype"] == "uint16" and is_count(meta.get("vocab_size")) and meta["vocab_size"] > UINT16_IDS:
-        raise UserError(
-            f"{path}: a vocabulary of {meta['vocab_size']} does not fit in uint16, so ids above 65535 have "
-            f"wrapped; {how_to_make(folder)}"
-        )
-    if wrong := _wrong_field(meta):
+    if wrong := _wrong_meta(meta):
         raise UserError(f"{path} says {wrong}; run the dataset's prepare.py again, or correct it")
     tokenizer = meta.get("tokenizer")
     if isinstance(tokenizer, str):
         tokenizer = {"kind": "tiktoken", "name": tokenizer}
-    return {
-        **meta,
-        "eot_id": meta.get("eot_id"),
-        "tokenizer": tokenizer,
-        "source": meta.get("source", "an unknown source"),
-        "files": _files(path, meta),
-    }
+    added = {"eot_id": meta.get("eot_id"), "source": meta.get("source") or "an unknown source"}
+    return meta | added | {"tokenizer": tokenizer, "files": _files(folder, meta)}
 
 
 def _missing(folder: Path, path: Path) -> str:
-    found = any(token_file_names(folder, split) for split in SPLITS)
+    found = any(token_files.token_file_names(folder, split) for split in SPLITS)
     found = found and not (folder / "plan.json").exists()  # of a prepare.py, which has not finished
     by_hand = f". For token files of nanoGPT in GPT-2's tokens: echo '{NANOGPT}' > {shlex.quote(str(path))}"
     return (
@@ -108,78 +86,79 @@ def _missing(folder: Path, path: Path) -> str:
     )
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _or_null(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_possible(value)
+def is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
 
 
-def _wrong(where: str, fields: object, possible: Mapping[str, Callable[[Any], bool]]) -> str | None:
-    """What is impossible in an object: the first of these fields that is there and not possible."""
+def wrong_field(
+    where: str, fields: object, possible: Mapping[str, Callable[[Any], bool]], needed: Iterable[str] = ()
+) -> str | None:
+    """What is impossible in an object: the first field that is there, or needed, and not possible; None if
+    nothing is. A null counts as a field that is not there."""
     if not isinstance(fields, dict):
         return f"{fields!r:.80}{where}"
     for name, is_possible in possible.items():
-        if name in fields and not is_possible(fields[name]):
-            return f"{name} {fields[name]!r:.80}{where}"
+        if not (is_possible(fields[name]) if fields.get(name) is not None else name not in needed):
+            return f"{name} {fields.get(name)!r:.80}{where}"
     return None
 
 
-def _wrong_field(meta: dict) -> str | None:
-    """What is impossible in a meta.json; None if nothing is."""
-    vocab_size, tokenizer = meta.get("vocab_size"), meta.get("tokenizer")
-    if not is_count(vocab_size, MOST_IDS) or not vocab_size:
-        return f"vocab_size {vocab_size!r:.80}"
-    possible = dict.fromkeys(("documents", "empty", "bad", "cut", "too_long", "targets"), is_count) | {
-        "eot_id": _or_null(lambda value: is_count(value, vocab_size - 1)),
-        "source": _is_text,
+def _wrong_meta(meta: dict) -> str | None:
+    vocab_size, of_files = meta.get("vocab_size"), meta.get("files") or {}
+    possible = {
+        "vocab_size": lambda value: value and is_count(value, MOST_IDS),
+        "dtype": lambda value: value in DTYPES and (value != "uint16" or vocab_size <= UINT16_IDS),
+        "eot_id": lambda value: is_count(value, vocab_size - 1),
+        "source": is_text,
         "files": lambda value: isinstance(value, dict),
+        **dict.fromkeys(("documents", "empty", "bad", "cut", "too_long", "targets"), is_count),
     }
-    if wrong := _wrong(f" with a vocabulary of {vocab_size}", meta, possible):
-        return wrong
-    for name, file in meta.get("files", {}).items():
+    where = f" with a vocabulary of {vocab_size!r:.80}"
+    if wrong := wrong_field(where, meta, possible, ("vocab_size", "dtype")):
+        of_dtypes = f"; it is one of {', '.join(DTYPES)}, and ids above 65535 do not fit in uint16"
+        return wrong + of_dtypes * wrong.startswith("dtype")
+    for name, file in of_files.items():
         if wrong := wrong_token_file(name, file):
             return wrong
         if ("lengths" in file) != (meta.get("format") == LENGTHS_FORMAT):
             return f"format {meta.get('format')}, in which {name} has no such entry for document lengths"
-    if tokenizer is None or isinstance(tokenizer, str):
+    tokenizer = meta.get("tokenizer") or {}
+    if isinstance(tokenizer, str):
         return None
-    texts = dict.fromkeys(("kind", "name", "chars", "sha256", "file_sha256"), _is_text)
-    return _wrong(" of the tokenizer", tokenizer, {**texts, "file": is_plain_name})
+    texts = dict.fromkeys(("kind", "name", "chars", "sha256", "file_sha256"), is_text)
+    return wrong_field(" of the tokenizer", tokenizer, texts | {"file": is_plain_name})
 
 
-def wrong_token_file(name: str, file: object) -> str | None:
+def wrong_token_file(name: str, file: object, needed: Iterable[str] = ()) -> str | None:
     """What is impossible in what a meta.json or a manifest says of one token file; None if nothing is."""
     if not is_plain_name(name):
         return f"the file name {name!r:.80}, which leads out of the folder"
     possible = {"tokens": is_count, "max_id": lambda value: is_count(value, MOST_IDS - 1), "sha256": is_hash}
-    if wrong := _wrong(f" of {name}", file, {key: _or_null(check) for key, check in possible.items()}):
+    wrong = wrong_field(f" of {name}", file, possible, needed)
+    if wrong or not isinstance(file, dict) or "lengths" not in file:
         return wrong
-    if not isinstance(file, dict) or "lengths" not in file:
-        return None
-    lengths, tokens = file["lengths"], file.get("tokens")
-    if not isinstance(lengths, dict) or not is_hash(lengths.get("sha256")) or tokens is None:
-        return f"the document lengths {lengths!r:.80} of {name}, with {tokens!r:.80} tokens"
-    documents, longest = lengths.get("documents"), lengths.get("longest")
-    if not is_count(documents, tokens) or not is_count(longest, min(tokens, MOST_LENGTH)):
-        return (
-            f"{documents!r:.80} documents of at most {longest!r:.80} tokens in {name}, which has {tokens:,}"
-        )
-    return None
+    tokens = file.get("tokens") or 0
+    lengths = {
+        "documents": lambda value: is_count(value, tokens),
+        "longest": lambda value: is_count(value, min(tokens, token_files.MOST_LENGTH)),
+        "sha256": is_hash,
+    }
+    return wrong_field(f" of documents in {name}, of {tokens:,} tokens", file["lengths"], lengths, lengths)
 
 
-def _files(path: Path, meta: dict) -> dict[str, dict]:
+def _files(folder: Path, meta: dict) -> dict[str, dict]:
     """What meta.json says of the token files, with their tokens."""
-    names = [name for split in SPLITS for name in token_file_names(path.parent, split)]
-    recorded = meta.get("files") or {name: {} for name in names}
-    itemsize, files = stored_dtype(meta["dtype"]).itemsize, {}
-    for name, file in recorded.items():
-        known = {key: value for key, value in file.items() if value is not None}
-        if "tokens" not in known:
-            there = path.with_name(name)
-            known["tokens"] = there.stat().st_size // itemsize if there.is_file() else 0
-        files[name] = known
+    names = [name for split in SPLITS for name in token_files.token_file_names(folder, split)]
+    files: dict[str, dict] = {}
+    for name, said in (meta.get("files") or {name: {} for name in names}).items():
+        path, itemsize = folder / name, token_files.stored_dtype(meta["dtype"]).itemsize
+        files[name] = {key: value for key, value in said.items() if value is not None}
+        if "tokens" not in files[name]:
+            files[name]["tokens"] = path.stat().st_size // itemsize if path.is_file() else 0
     return files
 
 

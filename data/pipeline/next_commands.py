@@ -84,8 +84,7 @@ def fitting(meta: dict, device: Device) -> tuple[list[str], str]:
     while block_size > 1 and min(tokens.values()) <= block_size:  # a window needs one token more
         block_size //= 2
     epochs = iterations * size.tokens_per_iter / max(1, tokens["train"])
-    flags = {"vocab_size": vocab_size}
-    flags |= size._asdict() if size != device.sizes[0] else {}
+    flags = {"vocab_size": vocab_size, **(size._asdict() if size != device.sizes[0] else {})}
     flags |= {"block_size": block_size} if block_size != device.block_size else {}
     arguments = [f"--{name}={value}" for name, value in {**flags, "max_iters": iterations}.items()]
     model = f"{parameters / 1e6:,.1f} M parameters, for {device.name}, {epochs:,.1f} epochs"
@@ -110,19 +109,18 @@ def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
 def next_lines(meta: dict, folder: str | Path, config: str | None, device: Device) -> dict[str, str]:
     """{label: line}: what the model is, and the commands, from the folder where the user is, by the Python
     that runs now."""
-    root, out_dir = DATA_DIR.parent, f"out-{Path(folder).resolve().name}"
+    out_dir, chat = f"out-{Path(folder).resolve().name}", ["--chat"] if "chat" in meta else []
     arguments, model = fitting(meta, device)
     lines = {"model": model}
-    if "chat" in meta:
+    if chat:
         arguments, lines = [SFT_CONFIG, f"--init_weights={config}"], {}
     elif config is not None and count_tokens(meta)["train"] >= LARGE_TOKENS:
         arguments, lines = [config], {}
     train = ["train.py", *arguments, f"--dataset={dataset_argument(folder)}", f"--out_dir={out_dir}"]
-    python = python_name()
+    python, root = python_name(), DATA_DIR.parent
     before = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
-    records = f"{shlex.quote(out_dir)}/run_*.json"
     lines["next"] = before + shlex.join([python, *train])
-    lines["plot"] = f"{before}{shlex.quote(python)} plots/plot_single_run.py {records}"
-    chat = ["--chat"] if "chat" in meta else []
+    plotted = f"plots/plot_single_run.py {shlex.quote(out_dir)}/run_*.json"
+    lines["plot"] = f"{before}{shlex.quote(python)} {plotted}"
     lines["sample"] = before + shlex.join([python, "sample.py", f"--out_dir={out_dir}", *chat])
     return lines

@@ -2,7 +2,7 @@
 
 pyarrow holds the whole column of a row group by default, which is gigabytes in some files; without pre_buffer
 and with a buffer it reads one page after another. The trap: damage in one row group says nothing of the
-others, so each is read by itself, and only the rows that cannot be read are lost.
+others, so each is read by itself, and only its rows from the damage on are lost.
 """
 
 import json
@@ -37,52 +37,40 @@ def read_values(
         groups = [group for group in range(count) if first <= size * group // count < last]
         done = sum(file.metadata.row_group(group).num_rows for group in range(groups[0] if groups else 0))
         for group in groups:
-            for values in _read_group(file, group, column, column_name):
-                for number, value in enumerate(values, start=done + 1):
-                    yield number, _text(value, max_bytes, f"{path}, row {number}", column_name is None)
-                done += len(values)
+            for value in _read_group(file, group, column, column_name):
+                done += 1
+                yield done, _text(value, max_bytes, f"{path}, row {done}", column_name is None)
 
 
 def _find_column(path: Path, file: Any, name: str) -> int:
-    """Its number among the columns that hold values. Raises MissingColumn, and UserError for its type."""
+    """Its number among the columns that hold values. Raises UserError."""
     schema, metadata = file.schema_arrow, file.metadata
     types = {field.name: str(getattr(field.type, "value_type", field.type)) for field in schema}
     leaves = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
     texts = [each for each in types if each in leaves and types[each] in TEXT_TYPES]
     if name in texts:
         return leaves[name]
-    if metadata.num_row_groups:
-        group = metadata.row_group(0)
-        texts.sort(key=lambda each: -group.column(leaves[each]).total_uncompressed_size)
     if name in types:
         kind, fix = schema.field(name).type, f"; use --text_key={texts[0]}" if texts else ""
         raise UserError(f"the column {name!r:.100} of {path} holds {kind!s:.200}, not text{fix}")
-    raise MissingColumn(path, name, types, texts)
+    raise UserError(str(MissingColumn(path, name, types, texts)))
 
 
-def _read_group(file: Any, group: int, column: int, name: str | None) -> Iterator[list[Any]]:
-    """The values of a row group, some at a time; for each row that is unreadable, why."""
+def _read_group(file: Any, group: int, column: int, name: str | None) -> Iterator[Any]:
+    """The values of a row group; for each row from the batch with damage on, why it is unreadable."""
     rows = file.metadata.row_group(group).num_rows
     row_bytes = file.metadata.row_group(group).column(column).total_uncompressed_size // max(1, rows)
-    done = 0
-    # A batch with damage in it is lost as a whole, so its rows are then read one by one.
-    for batch_size in (max(1, min(MOST_ROWS, BATCH_BYTES // max(1, row_bytes))), 1):
-        try:
-            seen = 0
-            for batch in file.iter_batches(batch_size, [group], name and [name], use_threads=False):
-                values = batch.column(0) if name else batch.to_struct_array()
-                values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
-                if seen >= done:
-                    yield list(values)
-                    done += len(values)
-                seen += len(values)
-            return
-        except Exception as error:  # pyarrow raises many kinds
-            if isinstance(error, MemoryError) or is_disk_error(error):
-                raise
-            damage = f"cannot be read, as this part of the file is damaged: {type(error).__name__}: {error}"
-    for _ in range(done, rows):
-        yield [damage]
+    batch_size, done = max(1, min(MOST_ROWS, BATCH_BYTES // max(1, row_bytes))), 0
+    try:
+        for batch in file.iter_batches(batch_size, [group], name and [name], use_threads=False):
+            values = batch.column(0) if name else batch.to_struct_array()
+            yield from values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+            done += len(values)
+    except Exception as error:  # pyarrow raises many kinds
+        if isinstance(error, MemoryError) or is_disk_error(error):
+            raise
+        damage = f"cannot be read, as this part of the file is damaged: {type(error).__name__}: {error}"
+        yield from [damage] * (rows - done)
 
 
 def _text(value: Any, max_bytes: int, place: str, row: bool) -> str | BadRecord:

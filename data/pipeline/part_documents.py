@@ -30,13 +30,6 @@ class Document(NamedTuple):
     # a list of one string, or the chunks of a file of text; of an MDS sample, the ids of the documents in it
     content: Iterable[Any]
 
-    @property
-    def most_tokens(self) -> int:
-        """It has hardly more: a token is at least a byte, and some begin or end a document."""
-        if not isinstance(self.content, list):
-            return os.path.getsize(self.path) + 3
-        return sum(len(each.encode()) + 3 if isinstance(each, str) else len(each) for each in self.content)
-
 
 def documents(
     part: Part,
@@ -46,51 +39,45 @@ def documents(
 ) -> Iterator[Document]:
     """Every document, in order, with its split; reject is told of every record that holds none. Nothing more
     is read of a file, by its number, that is not wanted any more."""
-    columns, share = settings.columns, 1 - settings.val_fraction
+    columns, text_key = settings.columns, None if settings.chat else settings.text_key
     for file, (path, _, named, _) in enumerate(part.files):
-        if not wanted(file):
-            continue
         # rows of parquet are counted from the beginning of the file, lines from that of the part
         counted = f" from byte {part.span[0]:,} on" if part.span and not path.endswith(".parquet") else ""
-        text_key = None if settings.chat else settings.text_key
         records: Iterator[tuple[int, Any]] = (
             read_tokens(Path(path), columns) if columns else read_records(Path(path), text_key, part.span)
         )
-        for number, content in records:
+        while wanted(file) and (record := next(records, None)):
+            number, content = record
             place = f"{path}, record {number}{counted}"
             if isinstance(content, BadRecord):
                 reject(str(content))
             elif settings.cut:
-                for split, half in zip(SPLITS, halves(path, content, share), strict=True):
+                for split, half in zip(SPLITS, halves(path, content, settings.val_fraction), strict=True):
                     yield Document(file, path, split, 0, place, half)
             else:
-                hashed = (
-                    hash_content(map(np.ndarray.tobytes, content))
-                    if columns
-                    else hash_document(path, content)
-                )
+                ids = columns and hash_content(map(np.ndarray.tobytes, content))
+                hashed = hash_document(path, content) if ids is None else ids
                 split = named or ("val" if hashed < settings.below else "train")
                 yield Document(file, path, split, hashed, place, content)
-            if not wanted(file):
-                break
 
 
-def halves(path: str, text: Iterable[str], share: float) -> tuple[Iterator[str], Iterator[str]]:
-    """About this share of a document, and the rest. The first must be read before the second."""
+def halves(path: str, text: Iterable[str], val_fraction: float) -> tuple[Iterator[str], Iterator[str]]:
+    """All but about this fraction of a document, and the rest. The first must be read before the second."""
+    # a file's size counts bytes, that of a string characters
+    in_memory = isinstance(text, list)
     size = len(text[0]) if isinstance(text, list) else os.path.getsize(path)
-    left, chunks, rest = min(max(1, int(share * size)), size - 1), iter(text), [""]
+    left, chunks, rest = min(max(1, int((1 - val_fraction) * size)), size - 1), iter(text), ""
 
     def beginning() -> Iterator[str]:
-        nonlocal left
+        nonlocal left, rest
         while left > 0 and (chunk := next(chunks, None)) is not None:
-            # a file's size counts bytes, that of a string characters
-            used = left if isinstance(text, list) else len(chunk.encode()[:left].decode(errors="ignore"))
-            left -= len(chunk) if isinstance(text, list) else len(chunk.encode())
-            rest[0] = chunk[used:]
-            yield chunk[:used]
+            here = chunk[:left] if in_memory else chunk.encode()[:left].decode(errors="ignore")
+            left -= len(chunk if in_memory else chunk.encode())
+            rest = chunk[len(here) :]
+            yield here
 
     def end() -> Iterator[str]:
-        yield rest[0]
+        yield rest
         yield from chunks
 
     return beginning(), end()
@@ -152,14 +139,9 @@ def encode_chats(
 
 
 def hashes_of(parts: list[Part], settings: Settings) -> Iterator[int]:
-    """The hash of every document or MDS sample; with max_tokens, of those that are certainly among the first
-    so many."""
-    for part in parts:
-        budget = Budget(part, settings)
-        for document in documents(part, settings, lambda reason: None, budget.wanted):
-            if settings.columns or document.content != [""]:
-                yield document.hashed
-            budget.taken += document.most_tokens
+    """The hash of every document or MDS sample."""
+    found = chain.from_iterable(documents(part, settings, lambda reason: None) for part in parts)
+    return (document.hashed for document in found if settings.columns or document.content != [""])
 
 
 class Budget:

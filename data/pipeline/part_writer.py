@@ -14,9 +14,9 @@ from data.pipeline.bad_records import BAD_LISTED
 from data.pipeline.documents import is_one_document
 from data.pipeline.part_documents import Budget, Document, documents, encode, encode_chats
 from data.pipeline.parts import Part, Settings
-from data.pipeline.token_files import SPLITS, lengths_name
+from data.pipeline.token_files import SPLITS, described
 from data.pipeline.token_writer import give_names, write_files
-from data.pipeline.verified import remember_files
+from data.pipeline.verified import entry, remember
 from data.tokenizers.tokenizer import Tokenizer
 
 
@@ -29,7 +29,7 @@ def write_part(
     written: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> dict:
     """Makes the token files of a part, and its manifest, which is returned."""
-    counts, val_documents = Counter(dict.fromkeys(settings.counts, 0)), 0
+    counts = Counter(dict.fromkeys((*settings.counts, "val_documents"), 0))
     bad_records: list[str] = []
     val_files: list[str] = []
     hashes, budget = {split: array("Q") for split in SPLITS}, Budget(part, settings)
@@ -42,7 +42,6 @@ def write_part(
         del bad_records[BAD_LISTED:]
 
     def taken() -> Iterator[tuple[str, Iterator[np.ndarray]]]:
-        nonlocal val_documents
         found = documents(part, settings, reject, budget.wanted)
         encoded: Iterator[tuple[Document, Iterable[np.ndarray]]] = encode(found, tokenizer, reject)
         if settings.columns:
@@ -50,44 +49,40 @@ def write_part(
         elif settings.chat:
             encoded = encode_chats(found, settings.chat, counts, reject)
         for document, pieces in encoded:
-            if not budget.wanted(document.file) or budget.room(document) < 1:
+            split, file, room = document.split, part.files[document.file], budget.room(document)
+            if not budget.wanted(document.file) or room < 1:
                 continue
             pieces = iter(pieces)
             first = next(pieces)
-            if settings.chat and len(first) > budget.room(document):
+            if settings.chat and len(first) > room:
                 continue  # a conversation is never cut by --max_tokens
             if len(first) == 0:
                 counts["empty"] += 1
                 continue
+            yield split, budget.take(document, chain([first], pieces))
             if settings.chat:
                 counts["targets"] += int((first >= 0).sum())
-            yield document.split, budget.take(document, chain([first], pieces))
-            file = part.files[document.file]
             if file.split:
-                hashes[document.split].append(document.hashed)
-            if settings.cut:  # neither half is a document
-                counts["documents"] += document.split == "train"
-                continue
-            counts["documents"] += 1
-            val_documents += document.split == "val"
-            if document.split == "val" and not file.split and is_one_document(Path(file.name)):
-                val_files.append(file.name)
+                hashes[split].append(document.hashed)
+            counts["documents"] += not settings.cut or split == "train"  # two halves are one
+            if split == "val" and not settings.cut:
+                counts["val_documents"] += 1
+                if not file.split and is_one_document(Path(file.name)):
+                    val_files.append(file.name)
 
+    dtype = settings.dtype(tokenizer.vocab_size)
+    limits = (tokenizer.vocab_size, settings.shard_tokens, settings.with_lengths, dtype)
     try:
-        files = write_files(
-            *(folder, part.stems, taken(), tokenizer.vocab_size, settings.shard_tokens),
-            *(settings.with_lengths, settings.dtype(tokenizer.vocab_size), written),
-        )
-        names = [*files, *(lengths_name(name) for name, file in files.items() if "lengths" in file)]
-        give_names(folder, names)
+        files = write_files(folder, part.stems, taken(), *limits, written)
+        listed = described(dtype, files)
+        give_names(folder, listed)
         for split, hashed in hashes.items():
             if hashed:
                 write_bytes(part.hashes(folder, split), np.array(hashed, "<u8").tobytes())
     except BaseException:
         part.remove(folder)
         raise
-    manifest = {**counts, "bad_records": bad_records, "files": files}
-    manifest |= {"val_files": val_files, "val_documents": val_documents}
+    manifest = {**counts, "bad_records": bad_records, "files": files, "val_files": val_files}
     write_json(part.manifest(folder), manifest)
-    remember_files(folder, settings.dtype(tokenizer.vocab_size), files)
+    remember(folder, {name: entry(folder / name, file) for name, file in listed.items()})
     return manifest

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,32 +132,29 @@ def plan_parts(
     sizes = [os.path.getsize(path) if store is None else store.size(path) for path in paths]
     most = part_bytes or max(PART_BYTES, sum(map(text_size, paths, sizes)) // PARTS)
     splits = splits_of_files(names, settings.splits == "ignore")
+    files_read = [file for file in map(File, map(str, paths), names, splits, sizes) if file.split != "test"]
     groups: list[tuple[list[File], tuple[int, int] | None]] = []
     room = -1  # bytes of text that the last group may still get
-    for path, name, size, split in zip(paths, names, sizes, splits, strict=True):
-        if split == "test":
-            continue
-        text = text_size(path, size)
-        divided = path.suffix in (".jsonl", ".parquet") and not isinstance(store, Hub)
+    for file in files_read:
+        text = text_size(file.path, file.size)
+        divided = file.path.endswith((".jsonl", ".parquet")) and not isinstance(store, Hub)
         pieces = -(-text // max(most, PART_BYTES)) if divided else 1
         if pieces > 1:
-            ends = [size * k // pieces for k in range(pieces + 1)]
-            spans = zip(ends, ends[1:], strict=False)
-            groups += [([File(str(path), name, split, span[1] - span[0])], span) for span in spans]
+            spans = pairwise(file.size * k // pieces for k in range(pieces + 1))
+            groups += [([file._replace(size=after - first)], (first, after)) for first, after in spans]
             room = -1
         elif text <= room:
-            groups[-1][0].append(File(str(path), name, split, size))
+            groups[-1][0].append(file)
             room -= text
         else:
-            groups.append(([File(str(path), name, split, size)], None))
+            groups.append(([file], None))
             room = most - text
-    parts = [Part(k, tuple(group), span) for k, (group, span) in enumerate(groups)]
-    if len(parts) == 1:
-        parts = [parts[0]._replace(alone=True)]
+    alone = len(groups) == 1
+    parts = [Part(k, tuple(group), span, alone=alone) for k, (group, span) in enumerate(groups)]
     if settings.max_tokens is not None:
-        shares = shares_of(settings.max_tokens, [part.size for part in parts])
-        first = (0, *shares)
-        parts = [part._replace(max_tokens=shares[k] - first[k]) for k, part in enumerate(parts)]
+        shares = pairwise([0, *shares_of(settings.max_tokens, [part.size for part in parts])])
+        pairs = zip(parts, shares, strict=True)
+        parts = [part._replace(max_tokens=after - first) for part, (first, after) in pairs]
     listing = [names, sizes, [(len(group), span) for group, span in groups]]
     return parts, hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 

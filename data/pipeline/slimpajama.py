@@ -40,17 +40,17 @@ def _prepare(folder: Path) -> None:
     args = parse(parser)
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
-    store = None
     if args.input:
         files = find_files(args.input)
-        source = f"{len(files)} local files"
+        args.source = f"{len(files)} local files"
     else:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"
         text = args.output / "download" if args.stream else kept
         listing = (args.output if args.stream else kept) / LISTING
-        store = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
-        files = store.paths()
-        source = f"{store.repository} at {store.commit}"
-    make_dataset(args, files, tokenizer, settings, source, family.config, store)
+        args.store = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
+        files = args.store.paths()
+        args.source = f"{args.store.repository} at {args.store.commit}"
+    args.config = family.config
+    make_dataset(args, files, tokenizer, settings)
     if args.stream:
         shutil.rmtree(args.output / "download", ignore_errors=True)

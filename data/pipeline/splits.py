@@ -99,27 +99,20 @@ def threshold(hashes: Iterable[int], val_fraction: float, can_cut: bool) -> int 
 
 def say_splits(named: Iterable[str], manifests: list[dict], hashes: dict[str, list[Path]]) -> None:
     """Names the files for validation, and counts the documents in them that are also in training files.
-    named: files whose names say so. hashes: {split: files with the hashes of documents} of named files."""
+    named: files whose names say so. hashes: {split: files with the hashes of documents} of named files; of
+    those for training, one is in memory at a time."""
     say_files("for validation", named, "named so")
     chosen = [name for manifest in manifests for name in manifest["val_files"]]
     held_out = sum(manifest["val_documents"] for manifest in manifests)
     others = sum(manifest["documents"] for manifest in manifests) - held_out
     counts = f"{others:,} documents are for training, {held_out:,} for validation"
     say_files("for validation", chosen, f"by the hash of their text; {counts}")
-    twice, total = _overlap(hashes)
-    if twice:
+    of_val = np.concatenate([np.empty(0, "<u8"), *(np.fromfile(path, "<u8") for path in hashes["val"])])
+    is_twice = np.zeros(len(of_val), bool)
+    for path in hashes["train"]:
+        is_twice |= np.isin(of_val, np.fromfile(path, "<u8"))
+    if is_twice.any():
         print(
-            f"warning: {twice:,} of {total:,} validation documents are training documents, too, so the "
-            "validation loss will be too low; take them out of the files for training or for validation"
+            f"warning: {is_twice.sum():,} of {len(of_val):,} validation documents are training documents, "
+            "too, so the validation loss will be too low; take them out of one kind of files"
         )
-
-
-def _overlap(paths: dict[str, list[Path]]) -> tuple[int, int]:
-    """(validation documents that are training documents, too; all of them). Memory holds the hashes of all
-    validation documents, and of one part for training."""
-    held_out = [np.fromfile(path, "<u8") for path in paths["val"]]
-    hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *held_out]), return_counts=True)
-    found = np.zeros(len(hashes), bool)
-    for path in paths["train"]:
-        found |= np.isin(hashes, np.fromfile(path, "<u8"))
-    return int(counts[found].sum()), int(counts.sum())

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import UserError
-from common.json_file import open_regular
-
 SPLITS = ("train", "val")
 MASKED = "int32"  # negative: the complement of an id that is no target
 DTYPES = ("uint16", "uint32", MASKED)
@@ -27,17 +24,6 @@ MOST_TOKENS = 1 << 60  # of a file
 LENGTHS = ".lengths"
 LENGTH_DTYPE = "uint32"
 MOST_LENGTH = 2**32 - 1  # tokens of a document
-# The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
-OTHER_FILES = {
-    b"\x93NUMPY": "a NumPy array (.npy)",
-    b"PK\x03\x04": "a zip archive (.npz, .pt)",
-    b"\x28\xb5\x2f\xfd": "compressed by zstandard",
-    b"\x1f\x8b\x08": "compressed by gzip",
-    b"PAR1": "a parquet file",
-    (20240520).to_bytes(
-        4, "little"
-    ): "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
-}
 
 
 def smallest_dtype(vocab_size: int) -> str:
@@ -64,13 +50,14 @@ def lengths_name(name: str) -> str:
     return name + LENGTHS
 
 
-def lengths_files(files: dict[str, dict]) -> dict[str, dict]:
-    """The files of lengths beside token files: {name: what meta.json says}, as of token files themselves."""
-    return {
-        lengths_name(name): {"tokens": each["documents"], "sha256": each["sha256"], "max_id": each["longest"]}
-        for name, each in ((name, file.get("lengths")) for name, file in files.items())
-        if each
-    }
+def described(dtype: str, files: dict[str, dict]) -> dict[str, dict]:
+    """{name: dtype, tokens, sha256, max_id} of token files, as meta.json describes them, and of the files of
+    lengths beside them."""
+    found = {name: {"dtype": dtype} | file for name, file in files.items()}
+    for name, lengths in ((name, file["lengths"]) for name, file in files.items() if "lengths" in file):
+        numbers = {"tokens": lengths["documents"], "max_id": lengths["longest"]}
+        found[lengths_name(name)] = {"dtype": LENGTH_DTYPE, "sha256": lengths["sha256"]} | numbers
+    return found
 
 
 def is_of_split(name: str, split: str) -> bool:
@@ -82,25 +69,6 @@ def token_file_names(folder: Path, split: str) -> list[str]:
     names = os.listdir(folder) if folder.is_dir() else []
     shards = sorted(name for name in names if is_of_split(name, split))
     return [f"{split}.bin"] if f"{split}.bin" in shards else shards
-
-
-def check_is_tokens(path: Path, dtype: np.dtype) -> None:
-    """Checks a file whose hash meta.json does not record. Raises UserError."""
-    try:
-        with open_regular(path) as file:
-            begin = file.read(1 << 17)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    for magic, kind in OTHER_FILES.items():
-        if begin.startswith(magic):
-            raise UserError(
-                f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
-            )
-    if looks_wider(np.frombuffer(begin, dtype, len(begin) // dtype.itemsize)):
-        raise UserError(
-            f"every second number in {path} is 0 or very small if ids are {dtype.name}, so they have more "
-            "bits; meta.json must say uint32, and ids of 64 bits must be written again as uint32"
-        )
 
 
 def looks_wider(numbers: np.ndarray) -> bool:

@@ -16,14 +16,8 @@ import numpy as np
 
 from common.durable_file import create, sync, sync_folder
 from common.errors import UserError
-from data.pipeline.token_files import (
-    LENGTH_DTYPE,
-    largest_id,
-    lengths_name,
-    plain_ids,
-    smallest_dtype,
-    stored_dtype,
-)
+from data.pipeline import token_files
+from data.pipeline.token_files import LENGTH_DTYPE, largest_id, lengths_name, plain_ids, stored_dtype
 
 WRITE_TOKENS = 1 << 18  # tokens collected before they are written
 MOST_FILES = 1000  # of one split of one part: their names have three digits, and are read in sorted order
@@ -35,14 +29,12 @@ class SplitWriter:
 
     The trap: numpy narrows 70000 to uint16 as 4464 without an error, which is another token."""
 
-    def __init__(
-        self, folder: Path, stem: str, vocab_size: int, most: int, with_lengths: bool, dtype: str | None
-    ):
+    def __init__(self, folder: Path, stem: str, vocab_size: int, most: int, dtype: str | None):
         self.folder, self.stem, self.vocab_size, self.most = folder, stem, vocab_size, most
-        self.dtype = stored_dtype(dtype or smallest_dtype(vocab_size))
+        self.dtype = stored_dtype(dtype or token_files.smallest_dtype(vocab_size))
         self.waiting: list[np.ndarray | list[int]] = []
-        self.waiting_tokens = self.tokens = 0
-        self.ends = array("Q") if with_lengths else None  # of the documents, counted in tokens of the split
+        self.tokens = 0
+        self.ends = array("Q")  # of the documents, counted in tokens of the split
         self.file: BufferedWriter | None = None
         self.sha256 = hashlib.sha256()
         self.files: list[dict] = []  # what meta.json says of each
@@ -50,16 +42,13 @@ class SplitWriter:
     def add(self, ids: np.ndarray | list[int]) -> None:
         if len(ids):
             self.waiting.append(ids)
-            self.waiting_tokens += len(ids)
-
-    def end_document(self) -> None:
-        if self.ends is not None:
-            self.ends.append(self.tokens + self.waiting_tokens)
+            self.tokens += len(ids)
 
     def write(self) -> None:
+        """Writes what add() has collected."""
         if not self.waiting:
             return
-        ids = np.concatenate(self.waiting)
+        ids, self.waiting = np.concatenate(self.waiting), []
         assert ids.ndim == 1 and ids.dtype.kind in "iu", (ids.shape, ids.dtype)
         plain = plain_ids(ids) if self.dtype.kind == "i" else ids
         low, high = int(plain.min()), int(plain.max())
@@ -69,19 +58,15 @@ class SplitWriter:
                 f"and could be stored as another token; vocab_size={self.vocab_size} is not that of the "
                 "tokenizer"
             )
-        self.tokens += len(ids)
-        self.waiting, self.waiting_tokens = [], 0
         while len(ids):
-            file = self.file or self._open()
-            written = self.files[-1]
-            here = ids[: self.most - written["tokens"]]
+            opened = self.file or self._open()
+            file, here = self.files[-1], ids[: self.most - self.files[-1]["tokens"]]
             stored = here.astype(self.dtype).tobytes()
-            file.write(stored)
+            opened.write(stored)
             self.sha256.update(stored)
-            written |= {"tokens": written["tokens"] + len(here), "sha256": self.sha256.hexdigest()}
-            written["max_id"] = max(written["max_id"], largest_id(here))
+            file |= {"tokens": file["tokens"] + len(here), "max_id": max(file["max_id"], largest_id(here))}
             ids = ids[len(here) :]
-            if written["tokens"] == self.most:
+            if file["tokens"] == self.most:
                 self.close()
 
     def _open(self) -> BufferedWriter:
@@ -89,38 +74,38 @@ class SplitWriter:
             raise UserError(
                 f"--shard_tokens={self.most} makes more than {MOST_FILES:,} files of a part; use a larger one"
             )
-        self.file = create(self.folder / f"{self._name(len(self.files))}.tmp")
-        self.sha256 = hashlib.sha256()
+        self.file, self.sha256 = create(self._temporary(len(self.files))), hashlib.sha256()
         self.files.append({"tokens": 0, "sha256": "", "max_id": 0})
         return self.file
 
-    def _name(self, number: int) -> str:
-        return f"{self.stem}_{number:03d}.bin"
+    def _temporary(self, number: int) -> Path:
+        return self.folder / f"{self.stem}_{number:03d}.bin.tmp"
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
-            self.file = None
+            self.files[-1]["sha256"] = self.sha256.hexdigest()
+            self.file, file = None, self.file
+            file.close()
 
-    def finish(self) -> dict[str, dict]:
-        """{name: what meta.json says of the file}"""
+    def finish(self, with_lengths: bool) -> dict[str, dict]:
+        """{name: what meta.json says of the file}. with_lengths: also writes the lengths of documents."""
         self.write()
         self.close()
-        names = [self._name(number) for number in range(len(self.files))]
-        if len(names) == 1:
-            names = [f"{self.stem}.bin"]
-            os.replace(self.folder / f"{self._name(0)}.tmp", self.folder / f"{names[0]}.tmp")
-        if self.ends is not None:
+        files = {self._temporary(number).stem: file for number, file in enumerate(self.files)}
+        if len(files) == 1:
+            os.replace(self._temporary(0), self.folder / f"{self.stem}.bin.tmp")
+            files = {f"{self.stem}.bin": self.files[0]}
+        if with_lengths:
             bounds = [0, *accumulate(file["tokens"] for file in self.files)]
             ends = np.union1d(np.array(self.ends, np.int64), bounds)  # the end of a file ends a document
-            for name, file, first, after in zip(names, self.files, bounds, bounds[1:], strict=False):
+            for name, first, after in zip(files, bounds, bounds[1:], strict=False):
                 lengths = np.diff(ends[(first <= ends) & (ends <= after)])
                 stored = lengths.astype(stored_dtype(LENGTH_DTYPE)).tobytes()
                 with create(self.folder / f"{lengths_name(name)}.tmp") as opened:
                     opened.write(stored)
-                file["lengths"] = {"documents": len(lengths), "longest": int(lengths.max())}
-                file["lengths"]["sha256"] = hashlib.sha256(stored).hexdigest()
-        return dict(zip(names, self.files, strict=True))
+                files[name]["lengths"] = {"documents": len(lengths), "longest": int(lengths.max())}
+                files[name]["lengths"]["sha256"] = hashlib.sha256(stored).hexdigest()
+        return files
 
 
 def write_files(
@@ -135,8 +120,7 @@ def write_files(
 ) -> dict[str, dict]:
     """Writes (split, pieces of ids) of documents; {name: what meta.json says of the file}. give_names() takes
     away the .tmp after the names. written is told how many documents and tokens were written."""
-    limits = (vocab_size, most, with_lengths, dtype)
-    writers = {split: SplitWriter(folder, stem, *limits) for split, stem in stems.items()}
+    writers = {split: SplitWriter(folder, stem, vocab_size, most, dtype) for split, stem in stems.items()}
     count = tokens = 0
     try:
         for split, pieces in documents:
@@ -148,9 +132,9 @@ def write_files(
                         writer.write()
                     written(count, tokens)
                     count = tokens = 0
-            writers[split].end_document()
+            writers[split].ends.append(writers[split].tokens)
             count += 1
-        files = {name: file for writer in writers.values() for name, file in writer.finish().items()}
+        files = {name: file for one in writers.values() for name, file in one.finish(with_lengths).items()}
         written(count, tokens)
         return files
     except BaseException:

@@ -5,9 +5,9 @@ settings give the same tokenizer. tokenizer_training.json, written last, says fr
 same command again, also after a kill, takes the tokenizer that is there.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.bad_records import BAD_LISTED, too_many_bad
-from data.pipeline.documents import BadRecord, hash_document, is_one_document, read_records
+from data.pipeline.documents import is_one_document
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.part_documents import halves
+from data.pipeline.part_documents import documents
 from data.pipeline.parts import Part, Settings, plan_parts
-from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, with_threshold
+from data.pipeline.preparation import begun_otherwise, delete_dataset, with_threshold
+from data.pipeline.workers import Job
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.json_file import file_hash
@@ -34,31 +35,33 @@ BYTES_PER_ID = 400
 
 
 def make_tokenizer(
-    files: list[Path],
-    folder: Path,
-    vocab_size: int,
-    eot: str,
-    settings: Settings,
-    job: Job,
-    most_bytes: int = MOST_BYTES,
+    files: list[Path], folder: Path, vocab_size: int, eot: str, settings: Settings, job: Job
 ) -> FileTokenizer:
     """The tokenizer in this folder; it is trained if it is not there. settings: of the dataset, with the
     eot_id of trained tokenizers."""
     assert settings.eot_id == EOT_ID, settings
     parts, listing = plan_parts(files, settings)
-    made_of = {"vocab_size": vocab_size, "eot": eot, "most_bytes": most_bytes, "input": listing}
+    made_of = {"vocab_size": vocab_size, "eot": eot, "most_bytes": MOST_BYTES, "input": listing}
     made_of |= {"val_fraction": settings.val_fraction, "text_key": settings.text_key, "split_by": "text"}
-    decisive = {"splits": settings.splits != "names", "max_tokens": settings.max_tokens is not None}
-    made_of |= {name: getattr(settings, name) for name, is_said in decisive.items() if is_said}
+    splits = None if settings.splits == "names" else settings.splits  # as in records from before
+    made_of |= {"splits": splits, "max_tokens": settings.max_tokens}
     folder.mkdir(parents=True, exist_ok=True)
     with only_preparation(folder):
         if not job.resume:
             delete_dataset(folder)
             (folder / RECORD).unlink(missing_ok=True)
         if not _is_there(folder, made_of):
-            settings = with_threshold(settings, parts)
-            documents = training_documents(parts, settings, job.max_bad, most_bytes)
-            content = _train(pieces(documents, most_bytes), vocab_size, eot)
+            bad: list[str] = []
+
+            def reject(reason: str) -> None:
+                bad.append(reason)
+                if len(bad) > job.max_bad + BAD_LISTED:
+                    raise too_many_bad(len(bad), bad, job.max_bad)
+
+            found = training_documents(parts, with_threshold(settings, parts), reject, MOST_BYTES)
+            content = _train(pieces(found, MOST_BYTES), vocab_size, eot)
+            if len(bad) > job.max_bad:
+                raise too_many_bad(len(bad), bad, job.max_bad)
             write_content(folder, content, EOT_ID)
             write_json(folder / RECORD, {**made_of, "sha256": file_hash(folder / FILE)})
         return FileTokenizer(folder / FILE)
@@ -67,15 +70,11 @@ def make_tokenizer(
 def _is_there(folder: Path, made_of: dict[str, Any]) -> bool:
     """Whether the folder's tokenizer was made of this. UserError if the folder holds tokens of another one:
     nothing of them may change."""
-    recorded: dict[str, Any] = {}
     try:
-        recorded = read_json(folder / RECORD)
-    except FileNotFoundError:
-        pass
+        recorded = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / RECORD} is damaged ({error}); --no-resume deletes what is there"
-        ) from None
+        fix = "--no-resume deletes what is there"
+        raise UserError(f"{folder / RECORD} is damaged ({error}); {fix}") from None
     differ = [key for key in made_of if recorded.get(key) != made_of[key]]
     if differ and ((folder / "plan.json").exists() or any(folder.glob("*.bin"))):
         raise begun_otherwise(folder, differ if recorded else ["tokenizer"])
@@ -83,6 +82,7 @@ def _is_there(folder: Path, made_of: dict[str, Any]) -> bool:
 
 
 def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
+    print(f"training a tokenizer of {vocab_size:,} ids", flush=True)
     size = 0
 
     def counted() -> Iterator[str]:
@@ -91,7 +91,6 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
             size += len(text.encode())
             yield text
 
-    print(f"training a tokenizer of {vocab_size:,} ids", flush=True)
     content, ids = train_bpe(counted(), vocab_size, eot)
     print(f"trained it on {size / 1e6:,.1f} MB of text")
     if ids < vocab_size:
@@ -106,35 +105,18 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 
 
 def training_documents(
-    parts: list[Part], settings: Settings, max_bad: int, most_bytes: int
+    parts: list[Part], settings: Settings, reject: Callable[[str], None], most_bytes: int
 ) -> Iterator[Iterable[str]]:
     """The documents for training, in their order; of very much text an even part of about most_bytes. A file
     of text that is left out is not even opened. Of an only document, it is the beginning."""
     every = max(1, math.ceil(sum(part.text_size for part in parts) / most_bytes))
-    for split, path, document in islice(_documents(parts, settings, max_bad, every), 0, None, every):
-        if settings.cut:
-            yield halves(path, document, 1 - settings.val_fraction)[0]
-        elif split == "train" or split is None and hash_document(path, document) >= settings.below:
-            yield document
-
-
-def _documents(
-    parts: list[Part], settings: Settings, max_bad: int, every: int
-) -> Iterator[tuple[str | None, str, Iterable[str]]]:
-    """(split that a name says, path, document) of all documents, of which every k-th is used."""
-    good = bad = 0
-    listed: list[str] = []  # of very many bad ones, the first
-    for part, (path, _, split, _) in ((each, file) for each in parts for file in each.files):
-        unused = good % every and is_one_document(Path(path))
-        for _, document in [(1, [])] if unused else read_records(Path(path), settings.text_key, part.span):
-            if not isinstance(document, BadRecord):
-                good += 1
-                yield split, path, document
-                continue
-            bad += 1
-            listed = [*listed, str(document)][:BAD_LISTED]
-    if bad > max_bad:
-        raise too_many_bad(bad, listed, max_bad)
+    is_left_out = (number % every != 0 for number in itertools.count())
+    for part in parts:
+        files = [file for file in part.files if not is_one_document(Path(file.path)) or not next(is_left_out)]
+        for document in documents(part._replace(files=tuple(files)), settings, reject):
+            unused = not is_one_document(Path(document.path)) and next(is_left_out)
+            if document.split == "train" and not unused:
+                yield document.content
 
 
 def pieces(documents: Iterable[Iterable[str]], most_bytes: int) -> Iterator[str]:

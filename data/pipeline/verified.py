@@ -27,7 +27,7 @@ from common.cgroups import usable_cores
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
-from data.pipeline.token_files import LENGTH_DTYPE, largest_id, lengths_files, stored_dtype
+from data.pipeline.token_files import LENGTH_DTYPE, largest_id, stored_dtype
 
 MEMORY, LOCK = ".verified.json", ".verified.lock"
 READ_BYTES = 1 << 24  # that each thread reads at a time
@@ -38,24 +38,22 @@ LARGE = 10**9  # bytes; reading more takes seconds, so a progress bar is shown
 log = logging.getLogger("nanomfu")
 
 
-def entry(path: Path, dtype: str, written: dict) -> dict:
-    """What to remember of a file; while the stamp is the same, it need not be read again. written: what
-    meta.json says of it. Call this before the file is read, so that a change meanwhile is noticed."""
-    stat, sha256 = path.stat(), written.get("sha256")
-    return {"stamp": [stat.st_size, stat.st_mtime_ns, dtype, sha256], "max_id": written.get("max_id")}
+def entry(path: Path, file: dict) -> dict:
+    """What to remember of a file; while the stamp is the same, it need not be read again. file: one of
+    described(). Call this before the file is read, so that a change meanwhile is noticed."""
+    stat = path.stat()
+    stamp = [stat.st_size, stat.st_mtime_ns, file["dtype"], file.get("sha256")]
+    return {"stamp": stamp, "max_id": file.get("max_id")}
 
 
 def recall(folder: Path) -> dict[str, dict]:
     """{name: {"stamp", "max_id"}} of the files that have been read; damaged entries are left out."""
     try:
-        memory = read_json(folder / MEMORY)
+        memory = read_json(folder / MEMORY).items()
     except (OSError, ValueError):
         return {}
-    return {
-        name: e
-        for name, e in memory.items()
-        if isinstance(e, dict) and type(e.get("max_id")) is int and isinstance(e.get("stamp"), list)
-    }
+    is_entry = lambda e: isinstance(e, dict) and type(e.get("max_id")) is int and "stamp" in e  # noqa: E731
+    return {name: e for name, e in memory if is_entry(e)}
 
 
 def remember(folder: Path, entries: dict[str, dict]) -> None:
@@ -72,79 +70,83 @@ def remember(folder: Path, entries: dict[str, dict]) -> None:
             os.close(descriptor)
 
 
-def remember_files(folder: Path, dtype: str, files: dict[str, dict]) -> None:
-    """Remembers token files that were just written, and their files of lengths."""
-    listed = [(dtype, *each) for each in files.items()]
-    listed += [(LENGTH_DTYPE, *each) for each in lengths_files(files).items()]
-    remember(folder, {name: entry(folder / name, kind, file) for kind, name, file in listed})
-
-
 def forget(folder: Path, names: Set[str]) -> None:
     """The files with these names are read again before they are used."""
     if names & recall(folder).keys():
-        remember(folder, {name: {"stamp": ["damaged"], "max_id": 0} for name in names})
+        remember(folder, dict.fromkeys(names, {}))
 
 
-def wrong_size(folder: Path, dtype: str, files: dict[str, dict]) -> str | None:
-    """Which token file, or file of lengths, is not there or has another size than meta.json says."""
-    for kind, listed in ((dtype, files), (LENGTH_DTYPE, lengths_files(files))):
-        for name, file in listed.items():
-            path, size = folder / name, file["tokens"] * stored_dtype(kind).itemsize
-            if not path.is_file():
-                return f"{path} is missing or not a regular file"
-            if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}"
+# Of the functions below, `files` are those of described().
+
+
+def wrong_size(folder: Path, files: dict[str, dict]) -> str | None:
+    """Which file is not there or has another size than meta.json says."""
+    for name, file in files.items():
+        path, size = folder / name, file["tokens"] * stored_dtype(file["dtype"]).itemsize
+        if not path.is_file():
+            return f"{path} is missing or not a regular file"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}"
     return None
 
 
-def remembered(folder: Path, dtype: str, files: dict[str, dict]) -> dict[str, int]:
-    """{name: largest id} of the files that were read before and have not changed since. files: {name: what
-    meta.json says of it}"""
+def remembered(folder: Path, files: dict[str, dict]) -> dict[str, int]:
+    """{name: largest id} of the files that were read before and have not changed since."""
     known = recall(folder) if files else {}
     return {
         name: known[name]["max_id"]
         for name in known.keys() & files.keys()
-        if known[name]["stamp"] == entry(folder / name, dtype, files[name])["stamp"]
+        if known[name]["stamp"] == entry(folder / name, files[name])["stamp"]
     }
 
 
 def read_files(
-    folder: Path, dtype: str, files: dict[str, dict], names: Iterable[str]
+    folder: Path, files: dict[str, dict], names: Iterable[str]
 ) -> Iterator[tuple[str, str, int, bool]]:
     """(name, sha256, largest id, whether meta.json says the same) of these files, in the order in which they
     are finished. Good ones are remembered while others are read: after a stop, the next start goes on."""
-    entries = {name: entry(folder / name, dtype, files[name]) for name in names}
-    good, remembered_at = {}, time.monotonic()
-    try:
-        for path, sha256, max_id in read_whole([folder / name for name in entries], stored_dtype(dtype)):
-            said = files[path.name]
-            same = (sha256, max_id) == (said.get("sha256", sha256), said.get("max_id", max_id))
-            if same:
-                good[path.name] = entries[path.name] | {"max_id": max_id}
-            yield path.name, sha256, max_id, same
-            if good and time.monotonic() - remembered_at > REMEMBER_SECONDS:
+    entries, good = {name: entry(folder / name, files[name]) for name in names}, {}
+    if not entries:
+        return
+    stop, remembered_at = threading.Event(), time.monotonic()
+    size = sum(each["stamp"][0] for each in entries.values())
+    seconds = 0.5 if sys.stderr.isatty() else 30  # between lines of progress
+    options = {"unit": "B", "unit_scale": True, "mininterval": seconds, "disable": size < LARGE}
+    threads = min(THREADS, usable_cores())
+    with tqdm(total=size, desc="Reading", **options) as bar, ThreadPoolExecutor(threads) as pool:
+        task = lambda name: (folder / name, files[name]["dtype"], bar.update, stop)  # noqa: E731
+        reading = {pool.submit(scan, *task(name)): name for name in entries}
+        try:
+            for done in as_completed(reading):
+                name, (sha256, max_id) = reading[done], done.result()
+                said = {"sha256": sha256, "max_id": max_id} | files[name]
+                same = (sha256, max_id) == (said["sha256"], said["max_id"])
+                if same:
+                    good[name] = entries[name] | {"max_id": max_id}
+                yield name, sha256, max_id, same
+                if good and time.monotonic() - remembered_at > REMEMBER_SECONDS:
+                    remember(folder, good)
+                    remembered_at = time.monotonic()
+        finally:  # the first bad file, or Ctrl-C, ends the others
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            if good:
                 remember(folder, good)
-                remembered_at = time.monotonic()
-    finally:
-        if good:
-            remember(folder, good)
 
 
 def damaged_files(
-    folder: Path, dtype: str, files: dict[str, dict], again: bool = False, vocab_size: int | None = None
+    folder: Path, files: dict[str, dict], again: bool = False, vocab_size: int | None = None
 ) -> set[str]:
-    """The names of the files that are not what meta.json says of them, and of files of lengths beside them. A
-    file is read unless it is remembered; with `again`, in any case. UserError for ids outside of the
-    vocabulary."""
-    damaged = set()
-    for kind, described in ((dtype, files), (LENGTH_DTYPE, lengths_files(files))):
-        known = {} if again else remembered(folder, kind, described)
-        for name, _, max_id, same in read_files(folder, kind, described, described.keys() - known.keys()):
-            if not same:
-                damaged.add(name)
-            elif kind == dtype and vocab_size is not None and max_id >= vocab_size:
-                says = f"meta.json says vocab_size {vocab_size:,}"
-                raise UserError(f"{folder / name} contains token id {max_id:,}, but {says}")
+    """The names of the files that are not what meta.json says of them. A file is read unless it is
+    remembered; with `again`, in any case. UserError for ids outside of the vocabulary."""
+    known, damaged = {} if again else remembered(folder, files), set()
+    for name, _, max_id, same in read_files(folder, files, files.keys() - known.keys()):
+        if not same:
+            damaged.add(name)
+        elif vocab_size is not None and max_id >= vocab_size and files[name]["dtype"] != LENGTH_DTYPE:
+            raise UserError(
+                f"{folder / name} contains token id {max_id:,}, but meta.json says vocab_size {vocab_size:,}"
+            )
     return damaged
 
 
@@ -165,36 +167,9 @@ def one_reader(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, int]]:
-    """(path, sha256, largest id) of each file, in the order in which the files are finished."""
-    if not paths:
-        return
-    stop, lock = threading.Event(), threading.Lock()
-    size = sum(path.stat().st_size for path in paths)
-    seconds = 0.5 if sys.stderr.isatty() else 30  # between lines of progress
-    bar = tqdm(
-        total=size, unit="B", unit_scale=True, desc="Reading", mininterval=seconds, disable=size < LARGE
-    )
-
-    def progress(count: int) -> None:
-        with lock:
-            bar.update(count)
-
-    with bar, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        futures = {pool.submit(scan, path, dtype, progress, stop): path for path in paths}
-        try:
-            for future in as_completed(futures):
-                yield (futures[future], *future.result())
-        finally:  # the first bad file, or Ctrl-C, ends the others
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-
-
-def scan(
-    path: Path, dtype: np.dtype, progress: Callable[[int], None], stop: threading.Event
-) -> tuple[str, int]:
+def scan(path: Path, dtype: str, progress: Callable[[int], object], stop: threading.Event) -> tuple[str, int]:
     """(sha256, largest id) in one pass."""
-    digest, largest = hashlib.sha256(), 0
+    digest, largest, stored = hashlib.sha256(), 0, stored_dtype(dtype)
     try:
         file = open_regular(path)
     except ValueError as error:
@@ -202,7 +177,7 @@ def scan(
     with file:
         while not stop.is_set() and (chunk := file.read(READ_BYTES)):
             digest.update(chunk)
-            ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)  # a file may be cut meanwhile
+            ids = np.frombuffer(chunk, stored, len(chunk) // stored.itemsize)  # a file may be cut meanwhile
             largest = max(largest, largest_id(ids))
             progress(len(chunk))
     return digest.hexdigest(), largest

@@ -6,7 +6,6 @@ The same Python version always gives the same files; another version gives anoth
 
 import argparse
 import math
-import os
 import platform
 import sys
 import sysconfig
@@ -36,13 +35,10 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tes
 def read_stdlib(limit_bytes: int) -> list[str]:
     """The modules of the running Python in the order of their paths: whole files, up to limit_bytes."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-
+    names = (path.relative_to(root) for path in root.rglob("*.py"))
+    paths = [root / name for name in names if not SKIPPED_FOLDERS & set(name.parts[:-1])]
     texts = []
-    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(paths, key=lambda path: path.as_posix()):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -51,8 +47,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
         limit_bytes -= len(text.encode("utf-8"))
         if limit_bytes < 0:
             break
-        if text:
-            texts.append(text)
+        texts += [text] if text else []
     if len(texts) < VAL_EVERY:
         raise UserError(
             f"only {len(texts)} Python files under {root}; use a Python with its library as .py files"
@@ -65,21 +60,19 @@ def prepare(folder: str | Path, corpus_bytes: int = CORPUS_BYTES) -> dict:
     library = f"{platform.python_implementation()} {platform.python_version()} standard library"
     source = f"{library}, {corpus_bytes} bytes, BPE {VOCAB_SIZE} on {BPE_BYTES} bytes, val 1 in {VAL_EVERY}"
     texts = read_stdlib(corpus_bytes)
-    val = texts[VAL_EVERY - 1 :: VAL_EVERY]
-    train = [text for i, text in enumerate(texts, start=1) if i % VAL_EVERY != 0]
+    splits = {"train": [text for i, text in enumerate(texts, start=1) if i % VAL_EVERY != 0]}
+    splits["val"] = texts[VAL_EVERY - 1 :: VAL_EVERY]
     print(f"{library}: {len(texts)} files; training a BPE of {VOCAB_SIZE} tokens on a part of them")
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "quickstart" / "tokenizer.json"
         path.parent.mkdir()
-        k = math.ceil(sum(len(text) for text in train) / BPE_BYTES)
-        content, _ = train_bpe(train[::k], VOCAB_SIZE)
+        every = math.ceil(sum(map(len, splits["train"])) / BPE_BYTES)
+        content, _ = train_bpe(splits["train"][::every], VOCAB_SIZE)
         path.write_text(content, encoding="utf-8")
         tokenizer = FileTokenizer(path)
-        splits = {
-            "train": (tokenizer.encode(text) + [EOT_ID] for text in train),
-            "val": (tokenizer.encode(text) + [EOT_ID] for text in val),
-        }
-        return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, EOT_ID, source)
+        encode = lambda text: tokenizer.encode(text) + [EOT_ID]  # noqa: E731
+        ids = {split: map(encode, texts) for split, texts in splits.items()}
+        return write_dataset(folder, ids, tokenizer.vocab_size, tokenizer.meta, EOT_ID, source)
 
 
 def main() -> None:

@@ -40,14 +40,12 @@ def read_text(path: str | None) -> str:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
+        if hashlib.sha256(content).hexdigest() != SHA256:
+            raise OSError(f"its answer, {len(content):,} bytes, is not tinyshakespeare")
     except OSError as error:
         raise UserError(
             f"{URL} could not be downloaded {why_no_download(error)}; get it elsewhere and use --input FILE"
         ) from error
-    if hashlib.sha256(content).hexdigest() != SHA256:
-        raise UserError(
-            f"{URL} answered {len(content):,} bytes that are not tinyshakespeare; use --input FILE"
-        )
     return content.decode("utf-8")
 
 
@@ -66,9 +64,7 @@ def prepare(description: str, folder: Path, make_tokenizer: Callable[[str], Toke
     cut = int(len(text) * TRAIN_FRACTION)
     splits = {"train": [tokenizer.encode(text[:cut])], "val": [tokenizer.encode(text[cut:])]}
     # eot_id is None: the play is one stream, and no end-of-text id is written into it.
-    meta = write_dataset(
-        args.output, splits, tokenizer.vocab_size, tokenizer.meta, eot_id=None, source=args.input or URL
-    )
+    meta = write_dataset(args.output, splits, tokenizer.vocab_size, tokenizer.meta, None, args.input or URL)
     report(meta, args.output)
 
 

@@ -11,9 +11,9 @@ folders say train, val or test, they are used so, and test is left out. Otherwis
 on where it stopped.
 """
 
+import itertools
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,18 +22,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.pipeline.command import (  # noqa: E402
-    INPUT,
-    TOKENIZER,
-    make_dataset,
-    make_job,
-    make_parser,
-    make_settings,
-    parse,
-)
+from data.pipeline import command  # noqa: E402
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_files  # noqa: E402
-from data.pipeline.parts import Settings  # noqa: E402
 from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
 from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
 from data.tokenizers.choice import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
@@ -42,22 +33,21 @@ VOCABULARY_MAX = 1 << 20
 
 
 def parse_arguments() -> Namespace:
-    parser = make_parser(__doc__, HERE, val_fraction=0.01)
+    parser = command.make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=INPUT)
+    add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=command.INPUT)
     tokenizers = parser.add_mutually_exclusive_group(required=True)
-    tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
+    tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=command.TOKENIZER)
     ids = whole_number(LEAST_IDS, VOCABULARY_MAX)
     trained = "train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB"
     tokenizers.add_argument("--train_tokenizer", type=ids, metavar="IDS", help=trained)
     add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
     column = f"what holds the text in .jsonl and .parquet (default: {TEXT_KEY})"
     add("--text_key", default=TEXT_KEY, metavar="NAME", help=column)
-    args = parse(parser)
-    if args.train_tokenizer and args.bos not in (None, args.eot or EOT):
-        parser.error(
-            f"--bos={args.bos}: the only special token of a trained tokenizer is {args.eot or EOT} (--eot)"
-        )
+    args = command.parse(parser)
+    eot = args.eot or EOT
+    if args.train_tokenizer and args.bos not in (None, eot):
+        parser.error(f"--bos={args.bos}: the only special token of a trained tokenizer is {eot} (--eot)")
     return args
 
 
@@ -68,24 +58,19 @@ def main() -> None:
     if args.tokenizer:
         tokenizer = open_or_download_tokenizer(args.tokenizer)
     else:
-        limits = (args.shard_tokens, args.max_tokens)
-        trained = Settings(EOT_ID, None, args.val_fraction, *limits, args.text_key, args.splits)
-        tokenizer = make_tokenizer(
-            files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
-        )
-    settings = make_settings(args, tokenizer, find_eot(tokenizer, args.eot))
-    settings = replace(settings, text_key=args.text_key)
-    make_dataset(args, files, tokenizer, settings, " ".join(args.input))
+        trained, job = command.make_settings(args, None, EOT_ID), command.make_job(args)
+        eot = args.eot or EOT
+        tokenizer = make_tokenizer(files, args.output, args.train_tokenizer, eot, trained, job)
+    settings = command.make_settings(args, tokenizer, find_eot(tokenizer, args.eot))
+    command.make_dataset(args, files, tokenizer, settings)
 
 
 def check_text_key(files: list[Path], text_key: str) -> None:
     """UserError if the first file of records has no such column, before anything is made."""
-    for path in files:
-        if not is_one_document(path):
-            _, first = next(read_records(path, text_key=text_key), (0, None))
+    for path in [path for path in files if not is_one_document(path)][:1]:
+        for _, first in itertools.islice(read_records(path, text_key), 1):
             if isinstance(first, MissingColumn):
                 raise UserError(str(first))
-            return
 
 
 if __name__ == "__main__":

@@ -12,20 +12,13 @@ EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preferen
 
 
 def open_or_download_tokenizer(name: str) -> SubwordTokenizer:
-    """As open_tokenizer, or from the hub where the name is hf:OWNER/NAME."""
+    """As open_tokenizer, or from the hub, by way of its cache, where the name is hf:OWNER/NAME."""
     repository = name.removeprefix(HUB_PREFIX)
     if repository == name or Path(repository).expanduser().exists():
         return open_tokenizer(name)
-    tokenizer = open_tokenizer(_download(repository))
-    tokenizer.meta["name"] = repository  # its folder in the hub's cache is named by a hash
-    return tokenizer
-
-
-def _download(repository: str) -> str:
-    """The folder of its files, in the hub's cache."""
     library = hub_library()
     try:
-        return library.snapshot_download(repository, allow_patterns=HUB_FILES)
+        folder = library.snapshot_download(repository, allow_patterns=HUB_FILES)
     except Exception as error:
         page = f"https://huggingface.co/{repository}"
         raise UserError(
@@ -33,6 +26,9 @@ def _download(repository: str) -> str:
             f"{why_no_download(error)}. If it asks for a licence, accept that at {page} and run: hf auth "
             "login. Without a network, copy the files here and name their folder"
         ) from error
+    tokenizer = open_tokenizer(folder)
+    tokenizer.meta["name"] = repository  # its folder in the hub's cache is named by a hash
+    return tokenizer
 
 
 def find_eot(tokenizer: Tokenizer, wanted: str | None) -> int:

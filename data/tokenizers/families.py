@@ -50,8 +50,13 @@ FAMILIES = {
 def open_family(family: Family, name: str | None) -> SubwordTokenizer:
     """The tokenizer at `name`, or in the folder that the guide says if name is None. UserError if it is not
     the tokenizer of this family."""
+    places = [place / family.tokenizer for place in (Path.cwd(), DATA_DIR.parent, DATA_DIR)]
+    found = [str(place) for place in places if place.is_dir()] if family.repository else [family.tokenizer]
+    if name is None and not found:
+        shown = ", ".join(map(str, dict.fromkeys(places)))
+        raise UserError(f"there is no tokenizer in {shown}. {how_to_get(family)}")
+    name = name or found[0]
     try:
-        name = name or _find_folder(family)
         tokenizer = open_or_download_tokenizer(name)
     except UserError as error:
         raise UserError(f"{error}\n{how_to_get(family)}" if family.repository else str(error)) from error
@@ -64,15 +69,6 @@ def open_family(family: Family, name: str | None) -> SubwordTokenizer:
     return tokenizer
 
 
-def _find_folder(family: Family) -> str:
-    places = [place / family.tokenizer for place in (Path.cwd(), DATA_DIR.parent, DATA_DIR)]
-    if family.repository is None:
-        return family.tokenizer
-    if not any(found := [place for place in places if place.is_dir()]):
-        raise UserError(f"there is no tokenizer in {', '.join(map(str, dict.fromkeys(places)))}")
-    return str(found[0])
-
-
 def how_to_get(family: Family) -> str:
     if family.repository is None:
         return "It needs tiktoken: pip install tiktoken"
@@ -80,8 +76,7 @@ def how_to_get(family: Family) -> str:
     login = f"    hf auth login{accept}\n" if family.repository.startswith("meta-llama") else ""
     save = f"AutoTokenizer.from_pretrained('{family.repository}').save_pretrained('./{family.tokenizer}')"
     return (
-        f"In {DATA_DIR.parent}, get it with\n"
-        f"    pip install transformers\n{login}"
+        f"In {DATA_DIR.parent}, get it with\n    pip install transformers\n{login}"
         f'    python -c "from transformers import AutoTokenizer; {save}"\n'
-        f"or name a folder that holds its tokenizer.json or tokenizer.model with --tokenizer"
+        "or name a folder that holds its tokenizer.json or tokenizer.model with --tokenizer"
     )

@@ -60,9 +60,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise UserError(f"{path} needs the tokenizers library: pip install tokenizers") from None
-        path = Path(path)
-        content = tokenizer_json(path)
-        self.content = content.encode()
+        path, content = Path(path), tokenizer_json(path)
         try:
             self.tokenizer = Tokenizer.from_str(content)
             self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -71,21 +69,18 @@ class FileTokenizer:
             raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         added = {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
         check_files_beside(path, added.get, content)
-        dropout = getattr(self.tokenizer.model, "dropout", None)
-        if dropout:
+        if dropout := getattr(self.tokenizer.model, "dropout", None):
             self.tokenizer.model.dropout = None
             if multiprocessing.parent_process() is None:  # workers need not repeat it
                 print(f"BPE dropout ({dropout:g}) of {path} is off: the same text always gets the same ids")
         self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
         self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
         self.tokenizer.no_padding()
+        self.content = content.encode()
         self.fast: Any = None  # the same tokenizer in fastokens
         self.encoded = 0  # texts
-        self.meta: dict[str, Any] = {
-            "kind": "tokenizers",
-            "name": path.resolve().parent.name,
-            "file": str(path),
-        }
+        name = path.resolve().parent.name
+        self.meta: dict[str, Any] = {"kind": "tokenizers", "name": name, "file": str(path)}
 
     def encode(self, text: str) -> list[int]:
         return self.encode_arrays([text])[0].tolist()

@@ -1,9 +1,8 @@
 """The tokenizer of a tokenizer.model, by the sentencepiece library, whose ids are right by definition.
 
-The library applies the settings inside the file. Control tokens such as </s> that a text spells are encoded
-as ordinary text. The trap: programs that read a Hugging Face folder need a tokenizer.json, and transformers
-5.24 makes one of LLaMA 2's file that merges spaces in another order. as_json() writes one, and compares the
-ids with those of the library; its hash is the tokenizer's, as in datasets that were made from such a JSON.
+Control tokens such as </s> that a text spells are encoded as ordinary text. The trap: who reads a Hugging
+Face folder needs a tokenizer.json, and transformers 5.24 makes one of LLaMA 2's file that merges spaces in
+another order. as_json is one with the library's ids, and its hash is that of datasets from before, too.
 """
 
 import hashlib
@@ -34,25 +33,19 @@ class SentencePieceTokenizer:
             raise UserError(f"{path} needs the sentencepiece library: pip install sentencepiece") from None
         path = Path(path)
         self.content = content = read_file(path)
-        if content.split(b"\n", 1)[0].endswith(b" 0"):
-            raise UserError(
-                f"{path} is not a SentencePiece model: it lists ranks, as that of LLaMA 3 does, and not how "
-                "text is cut into words; take the tokenizer.json, which transformers saves"
-            )
         try:
             if not content:  # which the library takes for no file
                 raise ValueError("it is empty")
             self.model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is not a SentencePiece model that can be read: {error}") from None
+            raise UserError(
+                f"{path} is not a SentencePiece model that can be read: {error}; that of LLaMA 3 is none: "
+                "take the tokenizer.json, which transformers saves"
+            ) from None
         self.vocab_size: int = self.model.vocab_size()
         check_files_beside(path, self.token_id)
-        self.meta: dict[str, Any] = {
-            "kind": "sentencepiece",
-            "name": path.resolve().parent.name,
-            "file": str(path),
-            "file_sha256": hashlib.sha256(content).hexdigest(),
-        }
+        self.meta: dict[str, Any] = {"kind": "sentencepiece", "name": path.resolve().parent.name}
+        self.meta |= {"file": str(path), "file_sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text)
@@ -114,14 +107,12 @@ def _convert(model: Any, dummy_prefix: bool, strip_spaces: bool) -> str:
     }
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
     made = {
         "version": "1.0",
         "added_tokens": [added_token(i, pieces[i]) for i in special],
         "normalizer": _normalizer(dummy_prefix, strip_spaces),
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
+        "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
             "unk_token": pieces[model.unk_id()],
@@ -138,16 +129,12 @@ def _normalizer(dummy_prefix: bool, strip_spaces: bool) -> dict[str, Any]:
     """DUMMY_PREFIX is add_dummy_prefix without remove_extra_whitespaces. That setting removes spaces at both
     ends, and at the end also characters like SPACE of the text itself."""
     prefix, replace = DUMMY_PREFIX["normalizers"]
-    before = [_replace(r"\A +", ""), _replace(" {2,}", " ")] if strip_spaces else []
-    after = [_replace(rf"{SPACE}+\z", "")] if strip_spaces else []
-    return {
-        "type": "Sequence",
-        "normalizers": [*before, *([prefix] if dummy_prefix else []), replace, *after],
-    }
-
-
-def _replace(pattern: str, content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+    first, second, last = (
+        {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+        for pattern, content in ((r"\A +", ""), (" {2,}", " "), (rf"{SPACE}+\z", ""))
+    )
+    steps = [prefix, replace] if dummy_prefix else [replace]
+    return {"type": "Sequence", "normalizers": [first, second, *steps, last] if strip_spaces else steps}
 
 
 def all_merges(ranks: Mapping[str, float], vocab: Mapping[str, int]) -> list[list[str]]:

@@ -42,11 +42,11 @@ class TiktokenTokenizer:
         try:
             self.encoding = tiktoken.get_encoding(name)
         except OSError as error:  # the errors of requests are OSErrors too
-            cache = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
+            set_now = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
             raise UserError(
                 f"tiktoken could not download its {name!r} files {why_no_download(error)}. Without a "
-                f"network: load it once on a machine that has one, with TIKTOKEN_CACHE_DIR=FOLDER in the "
-                f"environment; copy FOLDER here and set TIKTOKEN_CACHE_DIR to it (now: {cache})"
+                "network: load it once on a machine that has one, with TIKTOKEN_CACHE_DIR=FOLDER in the "
+                f"environment; copy FOLDER here and set TIKTOKEN_CACHE_DIR to it (now: {set_now})"
             ) from error
         self.vocab_size = self.encoding.n_vocab
         self.meta: dict[str, Any] = {"kind": "tiktoken", "name": name}

@@ -47,9 +47,9 @@ OF_FILES: dict[str, type[FileTokenizer] | type[SentencePieceTokenizer]] = {
 def open_tokenizer(name: str) -> SubwordTokenizer:
     """name: a tokenizer.json or .model, a folder that holds one (also hf:FOLDER), or a name of tiktoken's."""
     local = str(name).removeprefix(HUB_PREFIX)
-    path = Path(local).expanduser()
     if not local:
         raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
+    path = Path(local).expanduser()
     for file in (path / "tokenizer.json", path / "tokenizer.model", path):
         if file.is_file():
             return SentencePieceTokenizer(file) if file.suffix == ".model" else FileTokenizer(file)

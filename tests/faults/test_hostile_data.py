@@ -26,7 +26,8 @@ from data.pipeline.hub import open_hub
 from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import read_meta
 from data.pipeline.parts import Settings
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
+from data.pipeline.workers import Job
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text_prepare
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -99,7 +100,7 @@ def test_download_goes_through_no_link_inside_its_folder(tmp_path, elsewhere):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "train").symlink_to(elsewhere)
     hub = hub_of(tmp_path, {"train/a.jsonl": [5, None]})
-    with pytest.raises(UserError, match="train is a link"):
+    with pytest.raises(UserError, match="train leads elsewhere by a link"):
         hub.fetch([str(tmp_path / "text" / "train" / "a.jsonl")])
 
 
@@ -249,8 +250,8 @@ def test_hostile_hub_listing_is_one_message(tmp_path, kind):
 
 WRONG_LISTINGS = [
     *({}, []),
-    *({name: [5, None]} for name in ("../../a.jsonl", "/etc/a.jsonl", "a/../b.jsonl", "a.exe")),
-    *({"a.jsonl": entry} for entry in (5, [5], [-5, None], [True, None], [5, "abc"])),
+    *({name: 5} for name in ("../../a.jsonl", "/etc/a.jsonl", "a/../b.jsonl", "a.exe")),
+    *({"a.jsonl": entry} for entry in ("5", [], -5, [-5, None], True, None)),
 ]
 
 
@@ -293,9 +294,8 @@ def test_hostile_tokenizer_model_is_one_message(tmp_path, content):
         open_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("fields", ['"added_tokens_decoder": {"0": 5}', '"additional_special_tokens": 5'])
-def test_hostile_tokenizer_config_is_one_message(bpe, fields):
-    (bpe.parent / "tokenizer_config.json").write_text(f"{{{fields}}}")
+def test_hostile_tokenizer_config_is_one_message(bpe):
+    (bpe.parent / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"0": 5}}')
     with pytest.raises(UserError, match="are not one tokenizer"):
         open_tokenizer(str(bpe))
 

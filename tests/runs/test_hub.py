@@ -191,7 +191,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
 def files(tmp_path, monkeypatch):
     """A Hub of one file, and the list of what hf_hub_download does next: an error to raise, or a content."""
     (tmp_path / "source.jsonl").write_text("right")
-    listing = {"a.jsonl": (5, hashlib.sha256(b"right").hexdigest())}
+    listing = {"a.jsonl": 5}
     acts = []
 
     def download(repository, name, repo_type, revision, local_dir):
@@ -215,7 +215,7 @@ def test_a_file_is_fetched_once_and_again_if_it_was_damaged(files):
     hub.fetch([path])
     hub.fetch([path])
     assert acts == [] and Path(path).read_text() == "right"
-    Path(path).write_text("wrong")  # as long as the right one
+    Path(path).write_text("cut")
     acts += ["right"]
     hub.fetch([path])
     assert Path(path).read_text() == "right"
@@ -224,7 +224,7 @@ def test_a_file_is_fetched_once_and_again_if_it_was_damaged(files):
 @pytest.mark.parametrize(
     ("answers", "left", "error", "message"),
     [
-        (["other"], 0, UserError, "a.jsonl is not the file that hub.json lists"),
+        (["longer"], 0, UserError, "a.jsonl has not the size in hub.json"),
         ([TimeoutError("no answer")] * 6, 0, ConnectionError, "a.jsonl of o/n could not be downloaded .Time"),
         ([OSError(errno.ENOSPC, "No space left on device"), "right"], 1, OSError, "No space"),
     ],
@@ -239,7 +239,7 @@ def test_what_cannot_be_downloaded_ends_the_run_and_a_full_disk_at_once(files, a
 
 
 def test_a_listing_is_kept_and_one_of_another_data_set_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.pipeline.hub._ask", lambda repository: (COMMIT, {"a.jsonl": (5, None)}))
+    monkeypatch.setattr("data.pipeline.hub._ask", lambda repository: (COMMIT, {"a.jsonl": 5}))
     first = open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True)
     monkeypatch.setattr("data.pipeline.hub._ask", None)
     assert open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True) == first

@@ -194,7 +194,7 @@ def test_the_tokenizer_learns_from_no_document_that_is_held_out(prepare, tmp_pat
     for name, count, fraction in (("many", 60, 0.2), ("few", 2, 0.001), ("all", 3, 0.999), ("one", 1, 0.3)):
         path = write_jsonl(tmp_path / f"{name}.jsonl", rows[:count])
         settings = with_threshold(Settings(0, None, fraction, 1000), parts_of(path))
-        learned = texts(training_documents(parts_of(path), settings, 0, 10**9))
+        learned = texts(training_documents(parts_of(path), settings, [].append, 10**9))
         out = tmp_path / name
         arguments = ["--input", path, "--output", out, "--train_tokenizer", 300, "--val_fraction", fraction]
         prepare(*arguments)
@@ -215,7 +215,7 @@ def test_of_very_much_text_every_kth_document_is_read_and_others_are_not_opened(
     for i, path in enumerate(paths):
         path.write_text(f"{i:03}" + "x" * 997)
     parts, settings = parts_of(*paths), Settings(0, None, 1e-9, 1000)
-    documents = training_documents(parts, settings, 0, 10_000)
+    documents = training_documents(parts, settings, [].append, 10_000)
     first = next(documents)
     for path in paths[1::10]:
         path.unlink()
@@ -244,8 +244,8 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_listed(tmp_path, pr
         (corpus / name).write_bytes(content)
     os.symlink("..", corpus / "circle")
     os.symlink("loop.txt", corpus / "loop.txt")
-    found = find_input([str(corpus)])
-    reasons = {Path(name).name: reason for reason, names in found.left_out.items() for name in names}
+    files, left_out = find_input([str(corpus)])
+    reasons = {path.name: reason for path, reason in left_out.items()}
     assert reasons == {
         "a.png": "unknown suffix",
         "zero.txt": "binary",
@@ -259,7 +259,7 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_listed(tmp_path, pr
         "circle": "link to a folder",
         "loop.txt": "cannot be read: Too many levels of symbolic links",
     }
-    assert len(found.files) == 24
+    assert len(files) == 24
     printed = prepare(*train(corpus, tmp_path / "out"))
     assert f"left out 1 (binary): {corpus / 'zero.txt'}" in printed
 
@@ -327,7 +327,7 @@ def test_a_pattern_below_a_folder_with_brackets_in_its_name_finds_its_files(tmp_
     folder.mkdir()
     path = write_jsonl(folder / "part[1].jsonl", ["a"])
     for pattern in (folder, folder / "*.jsonl", folder / "part[[]1].jsonl", path, tmp_path / "*" / "*.jsonl"):
-        assert find_input([str(pattern)]).files == [path]
+        assert find_input([str(pattern)])[0] == [path]
     with pytest.raises(UserError, match=r"\[\[\] stands for a bracket of a name"):
         find_input([str(folder / "*t[1].jsonl")])
 
@@ -408,7 +408,7 @@ def circle(folder: Path) -> Path:
 BAD = {
     "no folder": (lambda f: f / "absent", [], "absent: there is no such file or folder"),
     "nothing to read": (empty_folder, [], "nothing in it can be read as text (files: 1 unknown suffix)"),
-    "unknown kind": (unknown_kind, [], "a.pdf: cannot read this kind of file; its name must end in .jsonl"),
+    "unknown kind": (unknown_kind, [], "a.pdf: this kind cannot be read; names must end in .jsonl"),
     "broken lines": (broken_lines, [], "a.jsonl, line 2 is not a JSON object"),
     "link in a circle": (circle, [], "l.txt: a link to nothing, or not a regular file"),
     "few ids": (lambda f: f, ["--train_tokenizer=10"], "10 is not between 257 and 1,048,576"),

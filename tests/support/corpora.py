@@ -6,7 +6,8 @@ import numpy as np
 from support.preparation import write_jsonl
 
 from data.pipeline.parts import Settings
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
+from data.pipeline.workers import Job
 from data.tokenizers.file_tokenizer import FileTokenizer
 
 HARD = [  # emoji, CRLF, text that NFC would change, digits, spaces, special tokens' names
@@ -38,7 +39,7 @@ def make(
     **options,
 ) -> dict:
     settings = Settings(256, None, 0.1, shard_tokens, max_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), part_bytes=1)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options, part_bytes=1))
 
 
 def tokens_and_meta(folder: Path) -> dict[str, bytes]:

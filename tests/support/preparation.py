@@ -13,7 +13,6 @@ from support.helpers import HANG_S, ROOT, WITHOUT_DATA
 from data.pipeline.part_writer import write_part
 from data.pipeline.preparation import write_dataset
 from data.tokenizers.char_tokenizer import CharTokenizer
-from data.tokenizers.tokenizer import open_tokenizer
 
 # real tokenizers and texts, which are too large for the repository: docs/testing.md
 SHARED_DATA = Path(os.environ.get("NANOMFU_TEST_DATA") or ROOT.parent / "shared" / "data")
@@ -90,6 +89,6 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run_parts_here(parts, folder, tokenizer_name, settings, workers, max_bad, *more):
+def run_parts_here(parts, folder, tokenizer, settings, job, fast=False):
     for part in parts:
-        write_part(part, folder, open_tokenizer(tokenizer_name), settings, max_bad)
+        write_part(part, folder, tokenizer, settings, job.max_bad)

@@ -6,7 +6,8 @@ from support.helpers import TINY
 from support.preparation import write_jsonl
 
 from data.pipeline.parts import Settings
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
+from data.pipeline.workers import Job
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.configuration.keys import TrainConfig
 
@@ -19,8 +20,7 @@ def corpus(folder: Path, files: int = 3) -> list[Path]:
 def make(folder: Path, bpe: Path, part_bytes: int | None = 1, shard_tokens=10**6, **job) -> dict:
     """A dataset of three parts; of one if part_bytes is None."""
     files, settings = corpus(bpe.parent / "in"), Settings(256, None, 0.3, shard_tokens)
-    job = Job(**job)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", job, part_bytes=part_bytes)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**job, part_bytes=part_bytes))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

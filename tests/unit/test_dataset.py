@@ -18,6 +18,7 @@ from data.folders import dataset_folder
 from data.pipeline import verified
 from data.pipeline.part_writer import write_part
 from data.pipeline.parts import File, Part, Settings
+from data.pipeline.token_files import described
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
@@ -136,7 +137,10 @@ def test_ids_that_are_wider_than_a_meta_json_by_hand_says_are_refused(folder, dt
         ('{"dtype": "uint16"}', "vocab_size None"),
         ('{"dtype": "uint16", "vocab_size": "many"}', "vocab_size 'many'"),
         ('{"dtype": ["uint16"], "vocab_size": 64}', "dtype ['uint16']"),
-        ('{"dtype": "int64", "vocab_size": 64}', "dtype 'int64' is not one of uint16, uint32"),
+        (
+            '{"dtype": "int64", "vocab_size": 64}',
+            "dtype 'int64' with a vocabulary of 64; it is one of",
+        ),
         ('{"dtype": "uint16", "vocab_size": 64, "files": [1]}', "files [1]"),
         ('{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 20000}}', "20000 of train.bin"),
     ],
@@ -150,7 +154,7 @@ def test_damaged_meta_is_named_with_what_is_wrong(folder, text, said):
 def test_uint16_with_a_vocabulary_beyond_16_bits_is_refused(folder):
     by_hand(folder, vocab_size=65_537)
     message = refusal(folder, vocab_size=65_537)
-    assert "65537 does not fit in uint16" in message
+    assert "dtype 'uint16' with a vocabulary of 65537; it is one of" in message
     by_hand(folder, vocab_size=65_536)
     assert open_dataset(config(folder, vocab_size=65_536), scan=True)
 
@@ -376,7 +380,8 @@ def huge(tmp_path_factory):
         pytest.skip(f"no room for sparse files: {error}")
     meta = {"dtype": "uint32", "vocab_size": VOCABULARY, "files": files}
     (folder / "meta.json").write_text(json.dumps(meta))
-    verified.remember(folder, {name: verified.entry(folder / name, "uint32", files[name]) for name in names})
+    listed = described("uint32", files)
+    verified.remember(folder, {name: verified.entry(folder / name, listed[name]) for name in names})
     yield folder
     for name in names:
         (folder / name).unlink()  # pytest keeps folders of earlier runs

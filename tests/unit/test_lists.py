@@ -13,7 +13,8 @@ from support.preparation import small_bpe
 
 from common.errors import UserError
 from data.pipeline.parts import Settings
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
+from data.pipeline.workers import Job
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.faults import replica_check
 from training.hardware.nvml import FIELDS

@@ -218,7 +218,7 @@ FILES = {
     "changed": (lambda folder: flip(folder / "shard.00000.mds"), "the sha1 of shard.00000.mds is"),
     "missing": (lambda folder: (folder / "shard.00001.mds").unlink(), "is missing: the folder was not"),
     "no index": (lambda folder: (folder / "index.json").unlink(), "No such file.*name the folder"),
-    "no json": (lambda folder: (folder / "index.json").write_text("{"), "not an index of MDS shards"),
+    "no json": (lambda folder: (folder / "index.json").write_text("{"), "no index of MDS shards"),
 }
 CONTENT = {
     "huge count": (lambda c: put(c, 0, 2**32 - 1), "4,294,967,295 samples"),

@@ -16,8 +16,9 @@ from data.pipeline.documents import BadRecord, hash_document, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import read_meta
 from data.pipeline.parts import Settings, plan_parts
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import prepare
 from data.pipeline.splits import named_split
+from data.pipeline.workers import Job
 from data.text import prepare as text_prepare
 from data.tokenizers.file_tokenizer import FileTokenizer
 
@@ -322,13 +323,12 @@ def test_links_and_compressed_forms_of_files_of_records_are_left_out_and_listed(
     os.link(a, folder / "hard.jsonl")
     (folder / "other").mkdir()
     (folder / "other" / "corpus.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))  # of another folder
-    found = find_input([str(folder)])
-    assert [str(path.relative_to(folder)) for path in found.files] == [
-        "corpus.jsonl",
-        "other/corpus.jsonl.gz",
-        "p.parquet",
-    ]
-    left_out = {Path(name).name for name in found.left_out["copy of another file"]}
-    assert left_out == {"corpus.jsonl.gz", "corpus.jsonl.zst", "hard.jsonl", "link.jsonl"}
-    named = find_input([str(folder / "*.gz"), str(folder / "corpus*")])
-    assert [path.name for path in named.files] == ["corpus.jsonl.gz"]  # the first that is named
+    files, left_out = find_input([str(folder)])
+    read = ["corpus.jsonl", "other/corpus.jsonl.gz", "p.parquet"]
+    assert [str(path.relative_to(folder)) for path in files] == read
+    assert {path.name for path in left_out} == {
+        *("corpus.jsonl.gz", "corpus.jsonl.zst", "hard.jsonl", "link.jsonl")
+    }
+    assert set(left_out.values()) == {"copy of another file"}
+    files, _ = find_input([str(folder / "*.gz"), str(folder / "corpus*")])
+    assert [path.name for path in files] == ["corpus.jsonl.gz"]  # the first that is named

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import KNOWN, is_read
-from data.pipeline.token_files import MASKED, largest_id, plain_ids
+from data.pipeline.token_files import MASKED, described, largest_id, plain_ids
 from data.pipeline.verified import damaged_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ def dataset_documents(name: str, source: Source, limit: int | None) -> Iterator[
     folder = tokens.paths[0].parent
     check_dataset(source.tokenizer, "the model", folder, "evaluate the text that it was made of: --text=FILE")
     files = {path.name: meta["files"].get(path.name, {}) for path in tokens.paths}
-    if damaged := damaged_files(folder, meta["dtype"], files):
+    if damaged := damaged_files(folder, described(meta["dtype"], files)):
         raise UserError(f"{folder / min(damaged)} is not the file that meta.json describes; copy it again")
     start, ends = 0, iter([np.array([tokens.total])])  # one document, if nothing says where documents end
     if meta["eot_id"] is not None or all("lengths" in file for file in files.values()):

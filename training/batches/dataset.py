@@ -15,22 +15,37 @@ import os
 import stat as stat_module
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
+from common.json_file import open_regular
 from data.folders import dataset_folder, how_to_make
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import (
     LENGTH_DTYPE,
     MASKED,
-    check_is_tokens,
-    lengths_files,
+    described,
+    looks_wider,
     stored_dtype,
     token_file_names,
 )
-from data.pipeline.verified import LARGE, damaged_files, one_reader, read_files, remembered, wrong_size
+from data.pipeline.verified import LARGE, one_reader, read_files, remembered, wrong_size
 from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig
 
 log = logging.getLogger("nanomfu")
+
+# The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
+OTHER_FILES = {
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"PK\x03\x04": "a zip archive (.npz, .pt)",
+    b"\x28\xb5\x2f\xfd": "compressed by zstandard",
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"PAR1": "a parquet file",
+    (20240520).to_bytes(
+        4, "little"
+    ): "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
+}
 
 
 def needs_validation(config: TrainConfig) -> bool:
@@ -65,7 +80,8 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
     files = {path.name: meta["files"].get(path.name, {}) for path in stats}
     # that lengths add up to the tokens is seen where they are used (training/batches/document_starts.py)
-    if wrong := wrong_size(folder, LENGTH_DTYPE, lengths_files(files)):
+    listed = described(meta["dtype"], files)
+    if wrong := wrong_size(folder, {name: listed[name] for name in listed.keys() - files.keys()}):
         raise UserError(f"{wrong}; {how_to_make(folder)}")
     _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
@@ -74,7 +90,7 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         _check_id(folder / name, recorded.get("max_id", 0), model_vocab)
     if scan:
         with one_reader(folder) if config.verify_data == "hash" else contextlib.nullcontext():
-            _check_content(folder, files, meta, config)
+            _check_content(folder, listed, config)
     return splits, meta
 
 
@@ -152,7 +168,7 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
                 f"{how_to_make(path.parent)}"
             )
         if "sha256" not in meta["files"].get(path.name, {}):
-            check_is_tokens(path, dtype)
+            _check_is_tokens(path, dtype)
     sizes = [stat.st_size for stat in stats.values()]
     files = TokenFiles(list(stats), sizes, dtype, config.model_config().vocab_size)
     if files.total < config.block_size + 1:
@@ -161,6 +177,25 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
             f"of block_size + 1 = {config.block_size + 1:,}; use a smaller --block_size or more text"
         )
     return files
+
+
+def _check_is_tokens(path: Path, dtype: np.dtype) -> None:
+    """Checks a file whose hash meta.json does not record. Raises UserError."""
+    try:
+        with open_regular(path) as file:
+            begin = file.read(1 << 17)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    for magic, kind in OTHER_FILES.items():
+        if begin.startswith(magic):
+            raise UserError(
+                f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
+            )
+    if looks_wider(np.frombuffer(begin, dtype, len(begin) // dtype.itemsize)):
+        raise UserError(
+            f"every second number in {path} is 0 or very small if ids are {dtype.name}, so they have more "
+            "bits; meta.json must say uint32, and ids of 64 bits must be written again as uint32"
+        )
 
 
 def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
@@ -185,12 +220,16 @@ def _check_id(path: Path, largest: int, model_vocab: int) -> None:
         )
 
 
-def _check_content(folder: Path, files: dict[str, dict], meta: dict, config: TrainConfig) -> None:
+def _check_content(folder: Path, files: dict[str, dict], config: TrainConfig) -> None:
     """Checks the largest id and the hash of every file. A file read whole before is not read again."""
-    model_vocab, dtype = config.model_config().vocab_size, meta["dtype"]
-    known = remembered(folder, dtype, files)
-    for name, largest in known.items():
-        _check_id(folder / name, largest, model_vocab)
+
+    def check(name: str, largest: int) -> None:
+        if files[name]["dtype"] != LENGTH_DTYPE:
+            _check_id(folder / name, largest, config.model_config().vocab_size)
+
+    known = remembered(folder, files)
+    for each in known.items():
+        check(*each)
     unread = [name for name in files if name not in known]
     size = sum((folder / name).stat().st_size for name in unread)
     if config.verify_data == "size":
@@ -200,22 +239,18 @@ def _check_content(folder: Path, files: dict[str, dict], meta: dict, config: Tra
                 "them. python -m data.inspect %s --hash reads them",
                 *(len(unread), len(files), folder, size / 1e9, config.dataset),
             )
-        return
-    if size > LARGE:
+        unread = []
+    elif size > LARGE:
         log.warning(
             "Reading %d token files in %s once, %.0f GB, to check hashes and ids. Stopped, it goes on from "
             "there; --verify_data=size would start at once and trust names, sizes and recorded ids",
             *(len(unread), folder, size / 1e9),
         )
-    for name, sha256, largest, _ in read_files(folder, dtype, files, unread):
+    for name, sha256, largest, _ in read_files(folder, files, unread):
         recorded = files[name].get("sha256", sha256)
         if recorded != sha256:
             raise UserError(
                 f"{folder / name} is not the file that meta.json describes (sha256 {sha256[:12]}..., "
                 f"recorded {recorded[:12]}...); {how_to_make(folder)}"
             )
-        _check_id(folder / name, largest, model_vocab)
-    if damaged := damaged_files(folder, LENGTH_DTYPE, lengths_files(files)):
-        raise UserError(
-            f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
-        )
+        check(name, largest)
