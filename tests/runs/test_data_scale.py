@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from support import warm_python
 from support.corpora import HARD, make, tokens_and_meta, write_corpus
 from support.helpers import HANG_S, ROOT, TINY
 from support.preparation import (
-    ENVIRONMENT,
     SHARED_DATA,
     prepare_command,
     run_prepare,
@@ -169,25 +169,6 @@ def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_p
     assert not list(out.rglob("*.tmp*"))
 
 
-def test_a_part_that_lost_a_file_is_made_again(tmp_path, bpe):
-    files = write_corpus(tmp_path / "in", files=2)
-    make(files, tmp_path / "out", bpe)
-    before = tokens_and_meta(tmp_path / "out")
-    next((tmp_path / "out").glob("train_000001*.bin")).unlink()
-    make(files, tmp_path / "out", bpe)
-    assert tokens_and_meta(tmp_path / "out") == before
-
-
-def test_other_settings_are_refused_until_told_to_start_again(tmp_path, bpe):
-    files = write_corpus(tmp_path / "in", files=2)
-    make(files, tmp_path / "out", bpe)
-    with pytest.raises(UserError, match="shard_tokens.*--no-resume"):
-        make(files, tmp_path / "out", bpe, shard_tokens=500)
-    make(files, tmp_path / "out", bpe, shard_tokens=500, resume=False)
-    make(files, tmp_path / "fresh", bpe, shard_tokens=500)
-    assert tokens_and_meta(tmp_path / "out") == tokens_and_meta(tmp_path / "fresh")
-
-
 # --- bad input ---
 
 
@@ -220,7 +201,7 @@ def test_a_truncated_archive_gives_its_good_documents_and_a_bad_record(tmp_path,
     records = [record for _, record in read_records(path)]
     good = [record for record in records if not isinstance(record, BadRecord)]
     assert len(good) == (100 if suffix == "gz" else 50)
-    assert "is damaged after line" in str(records[-1])
+    assert "is damaged after record" in str(records[-1])
 
 
 def test_a_line_longer_than_a_buffer_is_a_bad_record_and_the_next_is_read(tmp_path, monkeypatch):
@@ -239,19 +220,6 @@ def test_a_text_file_is_read_in_chunks(tmp_path, bpe, monkeypatch):
     assert "".join(chunks) == "a\n\nb c\rd\n" * 9
 
 
-def test_no_network_says_to_use_input(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    shared("tiktoken_cache")
-    env = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    folder = ROOT / "data" / "slimpajama_6b_text"
-    existed = folder.exists()
-    result = run_prepare("slimpajama_6b_gpt2", "--output", tmp_path / "out", env=env)
-    if not existed:
-        shutil.rmtree(folder, ignore_errors=True)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "--input DIR" in result.stderr
-
-
 # --- readers ---
 
 
@@ -259,22 +227,16 @@ def config_of(folder: Path) -> TrainConfig:
     return TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 257, "eval_interval": 1})
 
 
-def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
+def test_readers_refuse_a_missing_and_an_extra_file(tmp_path, bpe):
     out = tmp_path / "out"
     make(write_corpus(tmp_path / "in", files=3), out, bpe)
+    path, extra = sorted(out.glob("train_*.bin"))[1], out / "train_000009.bin"
     open_dataset(config_of(out), scan=True)
-    path = sorted(out.glob("train_*.bin"))[1]
-    content = path.read_bytes()
-    path.write_bytes(content[:-2] + b"\1\0")
-    with pytest.raises(UserError, match="is not the file that meta.json describes"):
-        open_dataset(config_of(out), scan=True)
-    result = inspect(out, "--hash")
-    assert result.returncode == 2 and "is not the file that meta.json describes" in result.stderr
-    path.unlink()
-    with pytest.raises(UserError, match="is missing from"):
-        open_dataset(config_of(out), scan=False)
-    path.write_bytes(content)
-    (out / "train_000009.bin").write_bytes(content)
+    for old, new, said in ((path, tmp_path / "away", "is missing from"), (tmp_path / "away", path, None)):
+        old.rename(new)
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            open_dataset(config_of(out), scan=False)
+    shutil.copy(path, extra)
     with pytest.raises(UserError, match="is not listed in"):
         open_dataset(config_of(out), scan=False)
 

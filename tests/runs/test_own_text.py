@@ -295,14 +295,8 @@ def test_of_files_that_a_glob_names_all_bad_ones_are_named_and_max_bad_counts_th
 def test_a_bad_file_that_is_repaired_in_place_is_read(tmp_path, prepare, corpus):
     path = corpus / "part1/latin.txt"
     path.write_bytes(b"caf\xe9 ")
-    command = [
-        "--input",
-        corpus / "**/*.*",
-        "--tokenizer",
-        small_bpe(tmp_path / "bpe"),
-        "--output",
-        tmp_path / "out",
-    ]
+    command = ["--input", corpus / "**/*.*", "--output", tmp_path / "out"]
+    command += ["--tokenizer", small_bpe(tmp_path / "bpe")]
     with pytest.raises(UserError, match="1 bad records in all"):
         prepare(*command)
     path.write_bytes(b"cafe ")  # of the same size, so it is the same plan
@@ -419,15 +413,8 @@ BAD = {
 @pytest.mark.parametrize("make, more, wanted", BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, make, more, wanted):
     (tmp_path / "in").mkdir()
-    arguments = [
-        "--input",
-        make(tmp_path / "in"),
-        "--train_tokenizer=300",
-        "--output",
-        tmp_path / "out",
-        *more,
-    ]
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
+    arguments = ["--input", make(tmp_path / "in"), "--output", tmp_path / "out", "--train_tokenizer=300"]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments), *more])
     assert run_command(text_prepare.main) == USER_ERROR
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert wanted in error and "Traceback" not in error

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from support.helpers import ROOT
 from support.preparation import (
     CHAR,
+    ENVIRONMENT,
     prepare_text,
     run_prepare,
     shared,
@@ -153,18 +155,28 @@ def test_a_tokenizer_comes_back_from_its_dataset(tmp_path):
         load_tokenizer(tmp_path / "bpe")
 
 
-def test_tiktoken_without_files_or_network_says_what_to_do(tmp_path):
-    pytest.importorskip("tiktoken")
+NO_NETWORK = {  # prepare.py: (its arguments, what it names)
+    "text": (["--input", "a.jsonl", "--tokenizer", "gpt2"], ["TIKTOKEN_CACHE_DIR", "HTTPS_PROXY"]),
+    "shakespeare_char": ([], ["--input FILE", "HTTPS_PROXY"]),
+    "slimpajama_6b_gpt2": (["--text", "text"], ["--input DIR"]),
+}
+
+
+@pytest.mark.parametrize("name", NO_NETWORK)
+def test_without_a_network_one_line_says_what_to_do(tmp_path, name):
+    pytest.importorskip("huggingface_hub"), pytest.importorskip("tiktoken")
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    env = {**os.environ, **proxy, "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
-    document = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    result = run_prepare(
-        "text", "--input", document, "--tokenizer", "gpt2", "--output", tmp_path / "out", env=env
-    )
-    assert result.returncode == 2
+    env = {**ENVIRONMENT, **proxy, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    if name == "text":
+        env["TIKTOKEN_CACHE_DIR"] = str(tmp_path / "empty")
+    else:
+        shared("tiktoken_cache")
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    (arguments, named), script = NO_NETWORK[name], ROOT / "data" / name / "prepare.py"
+    result = run_prepare(name, *arguments, "--output", "out", env=env, cwd=tmp_path, script=str(script))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert "TIKTOKEN_CACHE_DIR" in result.stderr and "HTTPS_PROXY" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert all(word in result.stderr for word in named)
 
 
 def test_an_unknown_tokenizer_is_named():
@@ -232,22 +244,18 @@ def test_a_split_that_no_document_fell_to_gets_the_one_with_the_nearest_hash(
     assert f"of 5 documents leaves none {said}" in capsys.readouterr().out
 
 
-def test_max_tokens_that_end_before_a_document_for_validation_take_that_of_the_smallest_hash(
-    tmp_path, capsys
-):
+def test_max_tokens_that_end_before_a_document_for_validation_are_refused_with_what_to_change(tmp_path):
     texts = [f"<{i}> text" for i in range(30)]
-    train = [text for text in texts if hash_content([text.encode()]) >= 2**64 // 10]
-    document = write_jsonl(tmp_path / "a.jsonl", [*train, *(text for text in texts if text not in train)])
-    settings = Settings(256, None, 0.1, 1 << 28, max_tokens=40)
-    prepare([document], tmp_path / "out", FileTokenizer(small_bpe(tmp_path / "bpe")), settings, "", Job())
-    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
-    found, decode = {}, load_tokenizer(tmp_path / "out").decode
-    for split in ("train", "val"):
-        found[split] = decode(read_ids(tmp_path / "out", split)).split("<|endoftext|>")[:-1]
-    held_out = min(train[:4], key=lambda text: hash_content([text.encode()]))
-    assert found["val"] == [held_out] and set(found["train"][:3]) < set(train[:5]) - {held_out}
-    assert sum(len(read_ids(tmp_path / "out", split)) for split in found) == 40
-    assert "leaves none for validation: the one whose text has the smallest" in capsys.readouterr().out
+    texts.sort(key=lambda text: hash_content([text.encode()]), reverse=True)  # those for training come first
+    document = write_jsonl(tmp_path / "a.jsonl", texts)
+    arguments = (tmp_path / "out", FileTokenizer(small_bpe(tmp_path / "bpe")))
+    for most, job in ((40, Job()), (400, Job(resume=False))):
+        settings = Settings(256, None, 0.1, 1 << 28, max_tokens=most)
+        refused = pytest.raises(
+            UserError, match="val split .* more than --max_tokens=40, or another --val_fr"
+        )
+        with refused if most == 40 else nullcontext():
+            prepare([document], *arguments, settings, "", job)
 
 
 @pytest.mark.parametrize(("max_tokens", "split"), [(None, (900, 101)), (50, (45, 5)), (3, (2, 1))])
@@ -364,11 +372,3 @@ def test_shakespeare_has_nanogpts_counts(tmp_path, name, vocab_size, tokens):
     if name == "shakespeare_char":
         ids = read_ids(tmp_path, "train") + read_ids(tmp_path, "val")
         assert load_tokenizer(tmp_path).decode(ids) == play.read_text()
-
-
-def test_shakespeare_without_a_network_says_to_use_input(tmp_path):
-    proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    result = run_prepare("shakespeare_char", "--output", tmp_path, env={**os.environ, **proxy})
-    assert result.returncode == 2
-    assert "--input FILE" in result.stderr and "HTTPS_PROXY" in result.stderr
-    assert "Traceback" not in result.stderr

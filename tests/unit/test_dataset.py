@@ -137,10 +137,7 @@ def test_ids_that_are_wider_than_a_meta_json_by_hand_says_are_refused(folder, dt
         ('{"dtype": "uint16"}', "vocab_size None"),
         ('{"dtype": "uint16", "vocab_size": "many"}', "vocab_size 'many'"),
         ('{"dtype": ["uint16"], "vocab_size": 64}', "dtype ['uint16']"),
-        (
-            '{"dtype": "int64", "vocab_size": 64}',
-            "dtype 'int64' with a vocabulary of 64; it is one of",
-        ),
+        ('{"dtype": "int64", "vocab_size": 64}', "dtype 'int64' with a vocabulary of 64; it is one of"),
         ('{"dtype": "uint16", "vocab_size": 64, "files": [1]}', "files [1]"),
         ('{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 20000}}', "20000 of train.bin"),
     ],
@@ -340,13 +337,6 @@ def test_wrong_id_that_was_trusted_stops_the_run_before_a_device_sees_it(folder)
     with pytest.raises(RunError, match=f"train.bin contains token id {VOCABULARY} at 700") as error:
         windows.read(np.array([20, 21]))
     assert "--hash" in str(error.value)
-
-
-def test_file_that_shrinks_after_the_start_is_named(folder):
-    train = open_dataset(config(folder), scan=False)[0]["train"]
-    os.truncate(folder / "train.bin", 20_000)
-    with pytest.raises(RunError, match="had 40,000 bytes when the run started and has 20,000 now"):
-        train.read(0, 10)
 
 
 # --- training is not validation ---

@@ -11,12 +11,7 @@ from support.sentencepiece_files import FOLDER, READ, TEXTS, TRAINER, write_mode
 pytest.importorskip("sentencepiece", reason="needs sentencepiece, of requirements/data.txt")
 from common.errors import UserError  # noqa: E402
 from data.tokenizers.to_file import write_tokenizer  # noqa: E402
-from data.tokenizers.tokenizer import (  # noqa: E402
-    hash_tokenizer,
-    keep_tokenizer,
-    open_recorded_tokenizer,
-    open_tokenizer,
-)
+from data.tokenizers.tokenizer import hash_tokenizer, keep_tokenizer, open_recorded_tokenizer, open_tokenizer  # noqa: E402  # noqa: E402
 from training.batches.sources import same_tokenizer, tokenizer_identity  # noqa: E402
 
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())  # by sentencepiece 0.2.3
@@ -94,12 +89,7 @@ def test_a_dataset_keeps_the_file_and_opens_it_again(tmp_path):
     (tmp_path / "data").mkdir()
     recorded = keep_tokenizer(tmp_path / "data", tokenizer)
     assert open_recorded_tokenizer(recorded, tmp_path / "data").encode(TEXTS[0]) == EXPECTED["as LLaMA's"][0]
-    old = {
-        "kind": "tokenizers",
-        "name": "other",
-        "file": "tokenizer.json",
-        "sha256": hash_tokenizer(tokenizer),
-    }
+    old = {"kind": "tokenizers", "file": "tokenizer.json", "sha256": hash_tokenizer(tokenizer)}
     assert same_tokenizer(tokenizer_identity(recorded), tokenizer_identity(old))
     path = tmp_path / "data" / "tokenizer.model"
     path.write_bytes(path.read_bytes() + b"\0")
