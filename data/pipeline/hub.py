@@ -115,9 +115,8 @@ def _is_listed(name: str, file: Any) -> bool:
 
 def _ask(repository: str) -> tuple[str, dict[str, int]]:
     """(commit, {name: size}) of the newest commit."""
-    library = hub_library()
+    hub = hub_library().HfApi()
     try:
-        hub = library.HfApi()
         commit = hub.dataset_info(repository).sha
         tree = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {

@@ -50,6 +50,9 @@ def _find_column(path: Path, file: Any, name: str) -> int:
     texts = [each for each in types if each in leaves and types[each] in TEXT_TYPES]
     if name in texts:
         return leaves[name]
+    if metadata.num_row_groups:
+        group = metadata.row_group(0)
+        texts.sort(key=lambda each: -group.column(leaves[each]).total_uncompressed_size)
     if name in types:
         kind, fix = schema.field(name).type, f"; use --text_key={texts[0]}" if texts else ""
         raise UserError(f"the column {name!r:.100} of {path} holds {kind!s:.200}, not text{fix}")
