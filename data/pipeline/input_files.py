@@ -96,7 +96,7 @@ def _files_of_folder(folder: Path) -> Iterator[tuple[Path, str | None]]:
         yield path, NOTE if is_note and reason is None else reason
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
+def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
     """(path, why it is left out or "") by names alone. Links to folders are not followed: they may lead in a
     circle."""
     errors: list[OSError] = []

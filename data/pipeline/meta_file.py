@@ -108,7 +108,7 @@ def wrong_field(
 
 
 def _wrong_meta(meta: dict) -> str | None:
-    vocab_size, of_files = meta.get("vocab_size"), meta.get("files") or {}
+    vocab_size: Any = meta.get("vocab_size")
     possible = {
         "vocab_size": lambda value: value and is_count(value, MOST_IDS),
         "dtype": lambda value: value in DTYPES and (value != "uint16" or vocab_size <= UINT16_IDS),
@@ -121,7 +121,7 @@ def _wrong_meta(meta: dict) -> str | None:
     if wrong := wrong_field(where, meta, possible, ("vocab_size", "dtype")):
         of_dtypes = f"; it is one of {', '.join(DTYPES)}, and ids above 65535 do not fit in uint16"
         return wrong + of_dtypes * wrong.startswith("dtype")
-    for name, file in of_files.items():
+    for name, file in (meta.get("files") or {}).items():
         if wrong := wrong_token_file(name, file):
             return wrong
         if ("lengths" in file) != (meta.get("format") == LENGTHS_FORMAT):

@@ -84,8 +84,8 @@ class SplitWriter:
     def close(self) -> None:
         if self.file is not None:
             self.files[-1]["sha256"] = self.sha256.hexdigest()
-            self.file, file = None, self.file
-            file.close()
+            self.file.close()
+            self.file = None
 
     def finish(self, with_lengths: bool) -> dict[str, dict]:
         """{name: what meta.json says of the file}. with_lengths: also writes the lengths of documents."""
