@@ -97,8 +97,8 @@ def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
         content = read_json(listing)
         if wrong := wrong_field(" in it", content, LISTED, LISTED):
             raise ValueError(wrong)
-        if wrong := [each for each in content["files"].items() if not _is_listed(*each)]:
-            raise ValueError(f"it says {wrong[0][1]!r:.80} of {wrong[0][0]!r:.80}")
+        if bad := [each for each in content["files"].items() if not _is_listed(*each)]:
+            raise ValueError(f"it says {bad[0][1]!r:.80} of {bad[0][0]!r:.80}")
     except (OSError, ValueError) as error:
         raise UserError(f"{listing} is damaged ({error}); delete it") from None
     if content["repository"] != repository:

@@ -95,7 +95,7 @@ def is_list_of_text(value: object) -> bool:
 
 
 def wrong_field(
-    where: str, fields: object, possible: Mapping[str, Callable[[Any], bool]], needed: Iterable[str] = ()
+    where: str, fields: object, possible: Mapping[str, Callable[[Any], Any]], needed: Iterable[str] = ()
 ) -> str | None:
     """What is impossible in an object: the first field that is there, or needed, and not possible; None if
     nothing is. A null counts as a field that is not there."""

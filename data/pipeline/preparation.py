@@ -8,7 +8,7 @@ folder look like those of this plan, so plan.json says which plan they belong to
 import os
 import re
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -152,9 +152,9 @@ def _read_manifest(part: Part, folder: Path, dtype: str, counts: tuple[str, ...]
         manifest = read_json(part.manifest(folder))
     except (OSError, ValueError):
         return None
-    possible = dict.fromkeys((*counts, "val_documents"), is_count)
-    possible["files"] = lambda value: isinstance(value, dict)
+    possible: dict[str, Callable] = dict.fromkeys((*counts, "val_documents"), is_count)
     possible |= dict.fromkeys(("bad_records", "val_files"), meta_file.is_list_of_text)
+    possible["files"] = lambda value: isinstance(value, dict)
     if wrong_field("", manifest, possible, possible):
         return None
     files, name = manifest["files"], re.compile(rf"({'|'.join(part.stems.values())})(_\d{{3}})?\.bin")
