@@ -123,5 +123,6 @@ def test_damaged_train_bin_is_made_again(tmp_path, bpe, here):
     make(tmp_path / "out", bpe, None)
     wanted = contents(tmp_path / "out")
     flip(tmp_path / "out" / "train.bin")
+    (tmp_path / "out" / "train_007.bin").write_bytes(b"ab")  # of a killed process that read other text
     make(tmp_path / "out", bpe, None)
     assert contents(tmp_path / "out") == wanted

@@ -107,7 +107,9 @@ def test_few_samples_leave_no_split_empty(prepare):
 
 
 def test_one_sample_cannot_be_split_which_is_said_before_it_is_written(prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.pipeline.part_documents.read_tokens", lambda *arguments: [(0, [np.arange(T)])])
+    monkeypatch.setattr(
+        "data.pipeline.part_documents.read_tokens", lambda *arguments: iter([(0, [np.arange(T)])])
+    )
     monkeypatch.setattr(preparation, "run_parts", lambda *arguments: pytest.fail("it was written"))
     with pytest.raises(UserError, match="one text only .1 documents or samples.*none can be for validation"):
         prepare(SHARDS / "ndarray_shape", *IDS)
