@@ -19,6 +19,7 @@ from support.helpers import HANG_S, ROOT, TINY
 from support.preparation import (
     SHARED_DATA,
     prepare_command,
+    read_texts,
     run_prepare,
     shared,
     small_bpe,
@@ -27,22 +28,13 @@ from support.preparation import (
 
 from common.errors import UserError
 from data.pipeline import document_pieces
-from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.document_pieces import encode_document
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.meta_file import read_meta
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
 from training.configuration.keys import TrainConfig
-
-
-def documents(folder: Path, split: str) -> list[str]:
-    meta = read_meta(folder)
-    names = [name for name in meta["files"] if name.startswith(split)]
-    ids = np.concatenate([np.fromfile(folder / name, dtype=meta["dtype"]) for name in names])
-    return load_tokenizer(folder).decode(ids.tolist()).split("<|endoftext|>")[:-1]
 
 
 @pytest.fixture
@@ -128,7 +120,7 @@ def test_workers_and_parts_change_no_byte_and_no_document_is_lost(tmp_path, bpe)
     assert tokens_and_meta(tmp_path / "two") == wanted
 
     texts = [json.loads(line)["text"] for path in files for line in path.read_text().splitlines()]
-    train, val = (documents(tmp_path / "one", split) for split in ("train", "val"))
+    train, val = (read_texts(tmp_path / "one", split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(texts) and 5 < len(val) < 60
     assert train == [text for text in texts if text not in set(val)]
 

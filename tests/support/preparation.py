@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import warm_python
 from support.helpers import HANG_S, ROOT, WITHOUT_DATA
 
+from data.pipeline.dataset_tokenizer import load_tokenizer
+from data.pipeline.meta_file import read_meta
 from data.pipeline.part_writer import write_part
 from data.pipeline.preparation import write_dataset
+from data.pipeline.token_files import stored_dtype
 from data.tokenizers.char_tokenizer import CharTokenizer
 
 # real tokenizers and texts, which are too large for the repository: docs/testing.md
@@ -82,6 +86,19 @@ def small_bpe(folder: Path, special: bool = True) -> Path:
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def read_ids(folder: Path, split: str) -> list[int]:
+    meta = read_meta(folder)
+    names = [name for name in meta["files"] if name.startswith(split)]
+    return np.concatenate(
+        [np.fromfile(folder / name, stored_dtype(meta["dtype"])) for name in names]
+    ).tolist()
+
+
+def read_texts(folder: Path, split: str) -> list[str]:
+    """The documents of a dataset."""
+    return load_tokenizer(folder).decode(read_ids(folder, split)).split("<|endoftext|>")[:-1]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

@@ -18,6 +18,8 @@ from support.preparation import (
     CHAR,
     ENVIRONMENT,
     prepare_text,
+    read_ids,
+    read_texts,
     run_prepare,
     shared,
     small_bpe,
@@ -37,14 +39,6 @@ from data.quickstart import prepare as quickstart
 from data.tokenizers.choice import find_eot
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
-
-
-def read_ids(folder: Path, split: str) -> list[int]:
-    meta = read_meta(folder)
-    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-    names = [name for name in meta["files"] if name.startswith(split)]
-    return np.concatenate([np.fromfile(folder / name, dtype=dtype) for name in names]).tolist()
-
 
 # --- token files ---
 
@@ -293,8 +287,7 @@ def test_every_kind_of_file_is_read_in_order(tmp_path):
     tokenizer = small_bpe(tmp_path / "bpe")
     inputs = [tmp_path / "a.txt", tmp_path / "*.jsonl*", tmp_path / "b.jsonl"]
     prepare_text("--input", *inputs, "--tokenizer", tokenizer, "--output", out)
-    decoded = load_tokenizer(out).decode(read_ids(out, "train")).split("<|endoftext|>")[:-1]
-    held_out = load_tokenizer(out).decode(read_ids(out, "val")).split("<|endoftext|>")[:-1]
+    decoded, held_out = read_texts(out, "train"), read_texts(out, "val")
     texts = ["one\ntwo", "three", "four", "five", "six", "seven", "eight"]
     assert decoded == [text for text in texts if text not in held_out]
     assert len(held_out) == 1 and held_out[0] in texts
@@ -349,10 +342,8 @@ def test_quickstart_is_deterministic_and_validates_on_every_20th_file(tmp_path):
     assert first == quickstart.prepare(tmp_path / "second", corpus_bytes=1_000_000)
     assert snapshot(tmp_path / "first") == snapshot(tmp_path / "second")
     assert (first["vocab_size"], first["eot_id"], first["dtype"]) == (4096, 0, "uint16")
-    texts, decode = quickstart.read_stdlib(1_000_000), load_tokenizer(tmp_path / "first").decode
-    train, val = (
-        decode(read_ids(tmp_path / "first", split)).split("<|endoftext|>")[:-1] for split in ("train", "val")
-    )
+    texts = quickstart.read_stdlib(1_000_000)
+    train, val = (read_texts(tmp_path / "first", split) for split in ("train", "val"))
     assert val == texts[19::20] and len(train) + len(val) == len(texts)
     assert quickstart.prepare(tmp_path / "first", corpus_bytes=900_000) != first
 

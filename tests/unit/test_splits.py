@@ -5,13 +5,11 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.preparation import run_parts_here, small_bpe, write_jsonl
+from support.preparation import read_texts, run_parts_here, small_bpe, write_jsonl
 
 from common.errors import UserError
 from data.pipeline import documents, parts
-from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.documents import BadRecord, hash_document, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import read_meta
@@ -45,15 +43,9 @@ def make(tmp_path, bpe, monkeypatch, capsys):
         capsys.readouterr()
         text_prepare.main()
         printed = capsys.readouterr().out
-        return texts(tmp_path / out, "train"), texts(tmp_path / out, "val"), printed
+        return read_texts(tmp_path / out, "train"), read_texts(tmp_path / out, "val"), printed
 
     return make
-
-
-def texts(folder: Path, split: str) -> list[str]:
-    names = [name for name in read_meta(folder)["files"] if name.startswith(split)]
-    ids = np.concatenate([np.fromfile(folder / name, "<u2") for name in names])
-    return load_tokenizer(folder).decode(ids.tolist()).split("<|endoftext|>")[:-1]
 
 
 def rows(name: str, count: int = 20) -> list[str]:
@@ -278,7 +270,7 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     prepare([path], tmp_path / "whole", *arguments, Job())
     for split in ("train", "val"):
-        assert texts(tmp_path / "whole", split) == texts(tmp_path / "one", split)
+        assert read_texts(tmp_path / "whole", split) == read_texts(tmp_path / "one", split)
     monkeypatch.setattr(parts, "PART_BYTES", 500)
     with pytest.raises(UserError, match="begun with another input"):
         prepare([path], tmp_path / "one", *arguments, Job())
