@@ -25,9 +25,8 @@ def dataset_argument(folder: str | Path) -> str:
 
 def is_plain_name(name: object) -> bool:
     """Whether it is one printable file name, which leads to no other folder."""
-    if not isinstance(name, str) or name in ("", ".", ".."):
-        return False
-    return name.isprintable() and not {"/", "\\", os.sep} & set(name)
+    is_name = isinstance(name, str) and name not in ("", ".", "..") and name.isprintable()
+    return is_name and not {"/", "\\", os.sep} & set(str(name))
 
 
 def how_to_make(folder: Path) -> str:

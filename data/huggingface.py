@@ -32,7 +32,6 @@ def is_offline() -> bool:
 
 def why_no_download(error: Exception) -> str:
     """first_line(), and what may help if no server has answered."""
-    if any(getattr(error, name, None) is not None for name in ("response", "code")):
-        return first_line(error)
+    answered = any(getattr(error, name, None) is not None for name in ("response", "code"))
     of_hub = type(error).__module__.startswith("huggingface_hub")
-    return first_line(error) + (OFFLINE if of_hub and is_offline() else NO_ANSWER)
+    return first_line(error) + ("" if answered else OFFLINE if of_hub and is_offline() else NO_ANSWER)

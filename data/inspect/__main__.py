@@ -21,6 +21,7 @@ import numpy as np
 from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
+from common.text import one_line
 from data.folders import dataset_folder, how_to_make
 from data.pipeline import token_files
 from data.pipeline.dataset_tokenizer import load_tokenizer, names_tokenizer
@@ -73,11 +74,6 @@ def show(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
     return "".join(shown)
 
 
-def printable(text: str) -> str:
-    """Anybody may have written it: no control characters, and nothing that a terminal cannot show."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
@@ -97,8 +93,8 @@ def main() -> None:
     recorded = meta["tokenizer"]
     tokenizer = load_tokenizer(folder) if names_tokenizer(recorded) else None
     name = recorded.get("name", recorded["kind"]) if tokenizer else "not in meta.json, so samples are ids"
-    print(f"dataset    {folder}, from {printable(meta['source'])}")
-    print(f"tokenizer  {printable(name)}, {meta['vocab_size']:,} ids, {document_ends(meta)}")
+    print(f"dataset    {folder}, from {one_line(meta['source'], 1000)}")
+    print(f"tokenizer  {one_line(name)}, {meta['vocab_size']:,} ids, {document_ends(meta)}")
     for key in ("documents", "empty", "bad", "cut", "too_long", "targets"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.arguments import check_output, user_folder, whole_number
+from common.arguments import check_output, real_number, user_folder, whole_number
 from common.cgroups import usable_cores
 from common.errors import UserError
 from data.pipeline.documents import TEXT_KEY
@@ -33,14 +33,13 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     where = "dataset folder (default: the script's)"
     add("--output", type=user_folder, default=output, metavar="DIR", help=where)
     add("--workers", type=whole_number(1, WORKERS_MAX), default=cores, help="processes (default: one a core)")
-    add("--val_fraction", type=float, default=val_fraction, help=of_documents)
+    add("--val_fraction", type=real_number(1e-12, 1 - 1e-12), default=val_fraction, help=of_documents)
     add("--max_tokens", type=count, help="so many tokens, of every file a share")
     add("--shard_tokens", type=count, default=1 << 28, help="most tokens of a file (default: 268 M)")
     add("--max_bad", type=whole_number(0, TOKENS_MAX), default=0, help=bad)
     add("--splits", choices=("names", "ignore"), default="names", help=names)
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
-    # what a script may set
     parser.set_defaults(store=None, source=None, config=None, text_key=TEXT_KEY)
     return parser
 
@@ -50,8 +49,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--part and --num_parts were removed: one machine makes the dataset; leave them out")
     args = parser.parse_args()
     check_output(args.output)
-    if not 0 < args.val_fraction < 1:
-        parser.error(f"--val_fraction={args.val_fraction} must lie between 0 and 1, for example 0.001")
     return args
 
 

@@ -145,8 +145,10 @@ def read_records(
     except Exception as error:  # pyarrow, gzip, zlib and zstandard each raise errors of their own
         if is_disk_error(error):
             raise
-        reason = f"{path} is damaged after record {number}: {type(error).__name__}: {error}"
-        yield number + 1, BadRecord(reason)
+        yield (
+            number + 1,
+            BadRecord(f"{path} is damaged after record {number}: {type(error).__name__}: {error}"),
+        )
 
 
 def hash_content(content: Iterable[bytes]) -> int:

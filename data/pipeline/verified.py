@@ -156,8 +156,7 @@ def one_reader(folder: Path) -> Iterator[None]:
     what it has found need not be read again. If the folder cannot be locked, several read at a time."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            lock = os.open(folder / LOCK, flags, 0o644)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             opened.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

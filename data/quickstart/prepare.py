@@ -49,9 +49,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
             break
         texts += [text] if text else []
     if len(texts) < VAL_EVERY:
-        raise UserError(
-            f"only {len(texts)} Python files under {root}; use a Python with its library as .py files"
-        )
+        raise UserError(f"only {len(texts)} .py files under {root}; use a Python with its library in .py")
     return texts
 
 

@@ -29,8 +29,6 @@ from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
 from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
 from data.tokenizers.choice import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
-VOCABULARY_MAX = 1 << 20
-
 
 def parse_arguments() -> Namespace:
     parser = command.make_parser(__doc__, HERE, val_fraction=0.01)
@@ -38,7 +36,7 @@ def parse_arguments() -> Namespace:
     add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=command.INPUT)
     tokenizers = parser.add_mutually_exclusive_group(required=True)
     tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=command.TOKENIZER)
-    ids = whole_number(LEAST_IDS, VOCABULARY_MAX)
+    ids = whole_number(LEAST_IDS, 1 << 20)
     trained = "train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB"
     tokenizers.add_argument("--train_tokenizer", type=ids, metavar="IDS", help=trained)
     add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
