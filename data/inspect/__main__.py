@@ -98,8 +98,7 @@ def main() -> None:
     for key in ("documents", "empty", "bad", "cut", "too_long", "targets"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")
-    checked = "hashes checked" if args.hash else "sizes checked"
-    print(f"files      {len(meta['files'])}, {meta['dtype']}, {checked}")
+    print(f"files      {len(meta['files'])}, {meta['dtype']}, {'hashes' if args.hash else 'sizes'} checked")
     for split, tokens in count_tokens(meta).items():
         print(f"{split:9s}  {tokens:,} tokens")
     rng = np.random.default_rng(args.seed)

@@ -145,10 +145,8 @@ def read_records(
     except Exception as error:  # pyarrow, gzip, zlib and zstandard each raise errors of their own
         if is_disk_error(error):
             raise
-        yield (
-            number + 1,
-            BadRecord(f"{path} is damaged after record {number}: {type(error).__name__}: {error}"),
-        )
+        reason = f"{path} is damaged after record {number}: {type(error).__name__}: {error}"
+        yield number + 1, BadRecord(reason)
 
 
 def hash_content(content: Iterable[bytes]) -> int:

@@ -56,8 +56,7 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
     if path.is_dir():
         raise UserError(
             f"{path} holds no tokenizer.json or tokenizer.model; AutoTokenizer.from_pretrained(...)"
-            f".save_pretrained({str(path)!r}) of transformers writes a tokenizer.json, also from vocab.json "
-            "and merges.txt"
+            f".save_pretrained({str(path)!r}) of transformers writes a tokenizer.json, also from vocab.json"
         )
     return TiktokenTokenizer(name)
 
