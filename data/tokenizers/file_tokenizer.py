@@ -42,7 +42,7 @@ def use_fastokens(tokenizer: Any) -> bool:
 
         tokenizer.fast = fastokens.Tokenizer.from_json_str(tokenizer.tokenizer.to_str())
     except ImportError:
-        install = "pip install -r requirements-data.txt"
+        install = "pip install -r requirements/data.txt"
         encoder = f"tokenizers; fastokens makes the same many times as fast: {install}"
     except BaseException as error:
         raise_other(error)
