@@ -144,7 +144,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 3) resolve batch_size='auto', and choose where to start
     config, micro_batch = resolve_micro_batch(config, world)
-    config = choose_start(config, world)
+    config, token = choose_start(config, world)
     data = RunData(sources, agree_on_data(sources, world), make_windows(sources, config))
     resume = find_resume(config, world, data.fingerprint, data.windows["train"].count)
     config = resume.config  # as stated, with its last iteration and the schedule of the first attempt
@@ -174,7 +174,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, logger.record, logger.start, eager.second_look)
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
-    facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
+    facts = {"run": path.stem, "token": token, "data": data.fingerprint, "pretrained": pretrained}
     on_host = host_memory(config, world.size)
     saver = Saver(config, state, facts, logger.start, on_host, watchdog.consensus.group)
     return Run(

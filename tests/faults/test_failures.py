@@ -1,5 +1,6 @@
 """Ranks that die, hang or are slow; torchrun's restarts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,14 +9,16 @@ import time
 
 import pytest
 import torch
+from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
 from support.faults import INTERVAL, ITERATIONS, WORKER, prepare, processes_of, run_with_fault
 from support.helpers import start_train
+from support.hostile_files import replace
 
+from common.errors import UserError
 from training.checkpoints import resume as start
 from training.configuration.files_and_flags import load_config
 from training.faults.stragglers import StragglerDetector
 from training.process.work_timer import Iteration, WorkTimer
-from training.process.world import World
 
 END_SECONDS = 300  # from a rank's end to the job's
 
@@ -192,7 +195,7 @@ def test_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(conf
     ended = run_with_fault(config, out, fault="SIGKILL 1 5", torchrun=("--max-restarts=3",))
     assert ended.status == 0 and "begins again as it began" in ended.output, ended.output[-3000:]
     assert ended.digest() == uninterrupted.digest()
-    assert list(out.glob("checkpoints-before-*/step-*"))
+    assert list(out.glob("checkpoints/step-*.before"))
 
 
 @pytest.mark.chaos
@@ -219,38 +222,55 @@ def test_a_node_that_is_lost_is_done_without(config, folder):
     assert ended.record()["startup_info"]["hardware"]["num_gpus"] == 1
 
 
-@pytest.mark.parametrize(
-    "there", [[], ["step-00000008"], ["step-00000008.corrupt"], ["step-00000008.tmp-12"]]
-)
-def test_auto_begins_from_scratch_only_where_nothing_was_saved(config, tmp_path, there):
-    for name in there:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    settled = start.choose_start(
-        load_config([str(config), f"--out_dir={tmp_path}", "--init_from=auto"]),
-        World(0, 0, 1, torch.device("cpu")),
+@pytest.mark.parametrize("end", [None, "", ".corrupt", ".tmp-12", ".before"])
+def test_auto_begins_from_scratch_only_where_nothing_was_saved(config, tmp_path, end):
+    if end is not None:
+        (tmp_path / "checkpoints" / f"step-00000008{end}").mkdir(parents=True)
+    found, _ = start.choose_start(
+        load_config([str(config), f"--out_dir={tmp_path}", "--init_from=auto"]), ALONE
     )
-    is_checkpoint = there and ".tmp-" not in there[0]
-    assert settled.init_from == ("resume" if is_checkpoint else "scratch")
+    assert found.init_from == ("resume" if end in ("", ".corrupt") else "scratch")
 
 
 @pytest.mark.restart
 def test_a_restart_tells_its_own_checkpoints_from_those_that_were_there(config, tmp_path, monkeypatch):
-    world, root = World(0, 0, 1, torch.device("cpu")), tmp_path / "checkpoints"
-    (root / "step-00000100").mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    root, out = tmp_path / "checkpoints", f"--out_dir={tmp_path}"
+    of_template = make_config(tmp_path / "template")
+    template = save(make_saver(of_template, make_state(of_template)), 1)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
 
-    def settled(restarts: int, *flags: str):
+    def choose(restarts: int, *flags: str, launch: str = "a launch"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        config_now = load_config([str(config), f"--out_dir={tmp_path}", *flags])
-        return start.choose_start(config_now, world)
+        return start.choose_start(load_config([str(config), out, *flags]), ALONE)
 
+    copy_checkpoint(template, root, 100, token="of another run")
     first = ("--init_from=resume", "--resume_from=step-00000100")
-    assert settled(0).init_from == "scratch" and settled(1).init_from == "scratch"
-    assert settled(0, *first).resume_from == settled(1, *first).resume_from == "step-00000100"
-    (root / "step-00000108").mkdir()
-    assert settled(2).init_from == "resume"
-    assert settled(2, *first).resume_from == "latest"
-    assert settled(0).init_from == settled(1).init_from == "scratch"
-    os.utime(root / "step-00000108", ns=(1, 1))
-    assert settled(1).init_from == "resume", "one that was saved anew has an earlier one's name"
+    (began, mine) = choose(0)
+    assert began.init_from == "scratch" and choose(1) == (began, mine), "the same token"
+    again = choose(0, *first)[1]
+    assert choose(1, *first)[0].resume_from == "step-00000100" and again != mine
+    copy_checkpoint(template, root, 108, token=again)
+    assert choose(2)[0].init_from == "resume" and choose(2, *first)[0].resume_from == "latest"
+    assert choose(1, launch="killed before it made a token")[0].init_from == "scratch"
+    assert choose(0)[0].init_from == choose(1)[0].init_from == "scratch"
+    # an earlier version stored no token: the record says which torchrun started the run
+    copy_checkpoint(template, root, 104, run="run_1")
+    for launch, expected in (("another", "scratch"), ("a launch", "resume")):
+        (tmp_path / "run_1.json").write_text(json.dumps({"startup_info": {"launch": {"id": launch}}}))
+        assert choose(1)[0].init_from == expected
+    (root / "step-00000104" / "state.json").write_text("damaged")
+    assert choose(1)[0].init_from == "scratch"
+
+
+@pytest.mark.restart
+@pytest.mark.parametrize("kind", ["pipe", "folder", "long"])
+def test_a_token_that_no_run_wrote_is_one_message(config, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    path = tmp_path / "run.token"
+    path.write_text("0" * 1000)
+    if kind != "long":
+        replace(path, kind)
+    with pytest.raises(UserError, match="run.token cannot be used .*: rm "):
+        start.choose_start(load_config([str(config), f"--out_dir={tmp_path}"]), ALONE)

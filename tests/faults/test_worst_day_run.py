@@ -14,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
+from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, make_state, save
 from support.faults import saved_steps
 from support.helpers import HANG_S, ROOT, largest_file, last_run, start_train
 
 import sample
 from common.errors import UserError
 from training.checkpoints import loading, resume, saver, verification
-from training.checkpoints.folder import aside_folders, check_aside, delete, move_aside, step_folders
+from training.checkpoints.folder import delete, step_folders
 from training.checkpoints.plan import checkpoint_bytes, plan_saves
 from training.configuration.files_and_flags import load_config
 from training.process.run_lock import RunLock, check_writable
@@ -191,56 +191,52 @@ def test_a_smoke_test_of_2_billion_parameters_says_what_it_will_leave_and_how_to
     assert lines("--eval_only=True", "--init_from=resume") == {"Checkpoints": "none"}
 
 
-def test_one_set_of_older_checkpoints_is_moved_aside_and_the_second_is_refused(run, config, out, capfd):
+def test_one_set_of_older_checkpoints_is_set_aside_and_the_second_is_refused(run, config, out, capfd):
     assert run(config) == 0
     capfd.readouterr()
     assert run(config, "--seed=2") == 0
-    (aside,) = out.glob("checkpoints-before-*")
-    assert f"are now in {aside}\n  to delete them: rm -r {aside}" in capfd.readouterr().out
-    before = set(out.glob("check*/*/*"))
-    assert run(config, "--seed=3") == 2
+    root = f"{out}/checkpoints"
+    said = f"are now step-N.before in {root}\n  to delete them: rm -r {root}/step-*.before*\n"
+    assert said in capfd.readouterr().out
+    before = set(out.glob("checkpoints/*/*"))
+    assert saved_steps(out) == [2, 4] and len(before) == 4 * 3
+    assert run(config, "--seed=3") == run(config, "--seed=3", "--checkpoint_interval=1h") == 2
     printed = capfd.readouterr()
     assert "one such set is kept" in printed.err and "STARTING" not in printed.out
-    assert set(out.glob("check*/*/*")) == before
+    assert set(out.glob("checkpoints/*/*")) == before
     assert run(config, "--seed=3", "--eval_interval=0", "--always_save_checkpoint=False") == 0, "saves none"
-    assert run(config, "--seed=2", "--init_from=resume", "--max_iters=6") == 0, "moves none"
-    advice = re.search(r"(rm -r [^;]+);", printed.err)[1]
-    subprocess.run(shlex.split(advice), check=True)
+    assert run(config, "--seed=2", "--init_from=resume", "--max_iters=6") == 0, "sets none aside"
+    subprocess.run(re.search(r"(rm -r [^;]+);", printed.err)[1], shell=True, check=True)
     assert run(config, "--seed=3") == 0
-    assert len(list(out.glob("checkpoints-before-*"))) == 1
+    assert saved_steps(out) == [2, 4] and len(list(out.glob("checkpoints/*.before"))) >= 2
 
 
-def test_a_restart_goes_on_with_what_it_has_begun(run, config, out, monkeypatch):
-    """torchrun starts the same command again: it is not refused for what its first start moved aside."""
-    assert run(config) == 0 and run(config, "--seed=2") == 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    found = resume.find_resume(make_config(out), ALONE, {})
-    assert found.checkpoint is None
-
-
-def test_a_move_that_was_interrupted_is_completed(out, tmp_path):
-    root = out / "checkpoints"
+def test_a_kill_at_any_renaming_loses_none_and_the_same_command_goes_on(out, tmp_path, monkeypatch):
+    """A run that goes back to step 1, and is killed at its first renaming, its second and so on."""
+    config, root = make_config(out, async_checkpoint=False), out / "checkpoints"
     template = save(make_saver(make_config(tmp_path), make_state(make_config(tmp_path))), 1)
-    for step in (2, 3, 4):
-        copy_checkpoint(template, root, step)
-    rename = os.rename
+    for step in (1, 2, 3, 4):
+        copy_checkpoint(template, root, step, val_loss=float(step))
+    rename, left = os.rename, 0  # renamings before the kill
 
     def killed(source, target):
-        if "step-00000003" in str(source):
+        nonlocal left
+        if not left:
             raise KeyboardInterrupt
+        left -= 1
         rename(source, target)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(os, "rename", killed)
-        move_aside(root, start=2)
-    (aside,) = aside_folders(root)
-    check_aside(root, start=2)
-    assert saved_steps(out, aside.name) == [4] and move_aside(root, start=2) == aside
-    assert saved_steps(out, aside.name) == [3, 4] and saved_steps(out) == [2]
-    copy_checkpoint(template, root, 3)
-    with pytest.raises(UserError, match=re.escape(f"rm -r {aside};")):
-        check_aside(root, start=2)
+    monkeypatch.setattr(os, "rename", killed)
+    for number, there in enumerate(([1, 2, 3, 4], [1, 3, 4], [1], [1, 2])):
+        left = number
+        with contextlib.suppress(KeyboardInterrupt):
+            save(make_saver(config, make_state(config), start=1), 2)
+        assert saved_steps(out) == there
+    monkeypatch.undo()
+    assert sorted(path.name for path in root.glob("*.before")) == [
+        f"step-0000000{n}.before" for n in (2, 3, 4)
+    ]
+    assert all(json.loads((path / "manifest.json").read_text())["files"] for path in root.glob("step-*"))
 
 
 # --- a full disk, a dead terminal ---

@@ -7,7 +7,7 @@ import pytest
 from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, make_state, save
 
 from training.checkpoints import retention
-from training.checkpoints.folder import delete, delete_remains, move_aside, step_folders
+from training.checkpoints.folder import delete, delete_remains, step_folders
 from training.checkpoints.retention import Retention
 from training.checkpoints.verification import damage
 
@@ -148,21 +148,3 @@ def test_remains_of_killed_saves_and_deletions_go_and_nothing_else(root):
         (root / f"step-0000000{name}" / "file").write_text("x")
     delete_remains(root)
     assert sorted(path.name for path in root.iterdir()) == [f"step-0000000{name}" for name in others]
-
-
-def test_an_earlier_run_s_checkpoints_are_put_aside_all_at_once(make, root):
-    make(root, 1)
-    make(root, 2)
-    aside = move_aside(root, start=0)
-    assert not root.exists() and steps(aside) == [1, 2] and aside.name.startswith("checkpoints-before-")
-    root.mkdir()
-    assert move_aside(root, start=0) is None
-
-
-def test_going_back_puts_aside_what_came_after(make, root):
-    for step in (1, 2, 3):
-        make(root, step)
-    aside = move_aside(root, start=2)
-    assert steps(root) == [1, 2] and steps(aside) == [3]
-    make(root, 3)
-    assert move_aside(root, start=2) != aside, "twice in a second"

@@ -1,4 +1,4 @@
-"""Manages checkpoint folders: finds them, deletes them, and moves those of another run out of the way. Links
+"""Manages checkpoint folders: finds them, deletes them, and renames those that no run may use. Links
 are not followed. If deleting fails, that is a warning: an old checkpoint is no reason to stop training. Only
 rank 0 changes the folder.
 """
@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import shutil
-import time
 import uuid
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from training.checkpoints.saved_state import read_state, step_number
 from training.configuration.elsewhere import foreign_checkpoint
 
 MANIFEST = "manifest.json"
+DAMAGED, OTHER = ".corrupt", ".before"  # end the names of checkpoints that were set aside
 log = logging.getLogger("nanomfu")
 
 
@@ -108,78 +108,27 @@ def delete_remains(root: Path) -> None:
             delete(path)
 
 
-# --- moving out of the way ---
+# --- out of the way ---
 
 
-def newer_than(root: Path, start: int) -> list[Path]:
-    """The checkpoints, oldest first, that a run which began at iteration `start` did not come from: those of
-    an earlier run, or those after the one that was chosen."""
+def others(root: Path, start: int) -> list[Path]:
+    """The checkpoints, oldest first, that a run which began at iteration `start` did not come from."""
     return [folder for folder in step_folders(root) if (step_number(folder) or 0) > start]
 
 
-def aside_folders(root: Path) -> list[Path]:
-    """Folders that hold checkpoints moved aside, the oldest first."""
-    return sorted(path for path in _beside(root).glob("checkpoints-before-*") if step_folders(path))
-
-
-def check_aside(root: Path, start: int) -> None:
-    """Raises UserError if a run that begins at `start` would move checkpoints aside for a second time: each
+def check_others(root: Path, start: int) -> None:
+    """Raises UserError if a run that begins at `start` would set checkpoints aside for a second time: each
     set may be tens of gigabytes, and nothing deletes it but the user."""
-    after, asides = newer_than(root, start), aside_folders(root)
-    if not after or not asides or (not _moves_at_once(root, start) and _interrupted(root, after)):
-        return
-    remove = " ".join(shlex.quote(str(path)) for path in asides)
-    raise UserError(
-        f"{root} holds checkpoints that this run did not come from ({after[-1].name}), which it would move "
-        f"aside; but {', '.join(map(str, asides))} holds older ones that were moved aside before, and only "
-        f"one such set is kept. If you do not need them: rm -r {remove}; or choose another --out_dir"
-        f"{', or continue that run with --init_from=resume' if start == 0 else ''}"
-    )
+    if (found := others(root, start)) and any(root.glob(f"step-*{OTHER}*")):
+        raise UserError(
+            f"{root} holds checkpoints that this run did not come from ({found[-1].name}), which it would "
+            f"rename to step-N{OTHER}; but there are some already, and only one such set is kept. If you do "
+            f"not need them: rm -r {shlex.quote(str(root))}/step-*{OTHER}*; or choose another --out_dir"
+            f"{', or continue that run with --init_from=resume' if start == 0 else ''}"
+        )
 
 
-def move_aside(root: Path, start: int) -> Path | None:
-    """Moves away the checkpoints that this run did not come from, and returns where they are now. Never
-    deletes them."""
-    after = newer_than(root, start)
-    if not after:
-        return None
-    new = _unused(_beside(root) / f"checkpoints-before-{time.strftime('%Y%m%d_%H%M%S')}")
-    if _moves_at_once(root, start):
-        os.rename(root, new)  # a kill must not leave half of another run here
-        return new
-    aside = _interrupted(root, after) or new
-    aside.mkdir(exist_ok=True)
-    for folder in reversed(after):  # newest first: a resume never finds one without those before it
-        os.rename(folder, aside / folder.name)
-    return aside
-
-
-def _beside(root: Path) -> Path:
-    """Where to move checkpoints to: beside root, or into it if it is a link or a mount, because they must
-    stay on that disk."""
-    return root if root.is_symlink() or root.is_mount() else root.parent
-
-
-def _moves_at_once(root: Path, start: int) -> bool:
-    """Whether the whole folder can be renamed."""
-    return start == 0 and _beside(root) != root
-
-
-def _interrupted(root: Path, after: list[Path]) -> Path | None:
-    """The folder in which a move was interrupted: it has only checkpoints newer than those still to move."""
-    for aside in aside_folders(root)[-1:]:
-        moved = step_folders(aside)
-        if (step_number(moved[0]) or 0) > (step_number(after[-1]) or 0):
-            return aside
-    return None
-
-
-def rename_damaged(folder: Path) -> Path:
-    """Renames a checkpoint so that no search finds it again. Its files stay, so they can be examined."""
-    renamed = _unused(folder.with_name(f"{folder.name}.corrupt"))
-    os.rename(folder, renamed)
-    return renamed
-
-
-def _unused(path: Path) -> Path:
-    return path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}") if os.path.lexists(path) else path
+def set_aside(folder: Path, end: str) -> Path:
+    """Renames a checkpoint so that no search finds it again: its name gets this end. Its files stay."""
+    renamed = folder.with_name(f"{folder.name}{end}")
+    return folder.rename(f"{renamed}-{uuid.uuid4().hex[:8]}" if os.path.lexists(renamed) else renamed)

@@ -7,25 +7,38 @@ nothing: it refuses only another architecture.
 
 The trap is torchrun --max-restarts, which starts the same command line again. A run that began from scratch,
 or from one certain checkpoint, must then resume from the newest checkpoint that it saved itself: it must not
-begin again, and it must not take a checkpoint that was there before it. So the first start lists the existing
-checkpoints, and a restart compares.
+begin again, and it must not take a checkpoint that was there before it. So the first start makes a token, and
+each checkpoint has that of the run which saved it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import math
+import shlex
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.durable_file import write_json
+from common.durable_file import write_bytes
 from common.errors import UserError
-from common.json_file import read_json
+from common.json_file import read_regular
+from common.run_records import load_record
 from common.text import shown
 from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
-from training.checkpoints.folder import check_aside, find_checkpoint, named_step, rename_damaged, step_folders
+from training.checkpoints.folder import (
+    DAMAGED,
+    OTHER,
+    check_others,
+    find_checkpoint,
+    named_step,
+    set_aside,
+    step_folders,
+)
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
@@ -37,8 +50,8 @@ from training.configuration.other_names import removed_settings
 from training.optimization.optimizer import optimizer_class
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.agreement import from_main
-from training.process.launch import may_restart, restart_count
-from training.process.redaction import redact_all, without_logins
+from training.process.launch import launch_record, may_restart, restart_count
+from training.process.redaction import redact, redact_all, without_logins
 from training.process.world import World
 
 log = logging.getLogger("nanomfu")
@@ -47,56 +60,58 @@ log = logging.getLogger("nanomfu")
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 BEFORE = {"optimizer": KEYS["optimizer"].default}  # what checkpoints have that are older than a guarded key
-EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
+TOKEN = "run.token"  # in out_dir, of a run that torchrun may restart
 
 
 # --- from scratch, or from a checkpoint ---
 
 
-def choose_start(config: TrainConfig, world: World) -> TrainConfig:
-    """The configuration, with init_from decided: 'scratch' or 'resume'. All ranks."""
+def choose_start(config: TrainConfig, world: World) -> tuple[TrainConfig, str]:
+    """The configuration, with init_from decided: 'scratch' or 'resume'; and the token of the checkpoints that
+    this run saves. All ranks."""
     return from_main(world, _choose_start, config)
 
 
-def _choose_start(config: TrainConfig) -> TrainConfig:
-    root = Path(config.out_dir) / "checkpoints"
-    existing = _modification_times(root)
+def _choose_start(config: TrainConfig) -> tuple[TrainConfig, str]:
+    root, token = Path(config.out_dir) / "checkpoints", _token(config)
     if restart_count():
         log.info(f"Restart {restart_count()} by torchrun: a process of this run had failed")
-        if existing.items() - _earlier(root).items():
-            return replace(config, init_from="resume", resume_from="latest")
+        if any(_has_token(folder, token) for folder in step_folders(root)):
+            return replace(config, init_from="resume", resume_from="latest"), token
         log.info("It had saved no checkpoint, so it begins again as it began")
-    elif may_restart() and root.is_dir() and not config.eval_only:  # an evaluation saves nothing
-        try:
-            write_json(root / EARLIER, existing)
-        except OSError as error:
-            raise UserError(f"{root} cannot be written: {error}; choose another --out_dir") from None
-    if config.init_from == "auto":
-        return replace(config, init_from="resume" if existing else "scratch")
-    return config
+    if config.init_from == "auto":  # damaged ones count: beside them, it does not begin from scratch
+        names = [path.name for path in named_step(root)]
+        there = any(".tmp-" not in name and OTHER not in name for name in names)
+        config = replace(config, init_from="resume" if there else "scratch")
+    return config, token
 
 
-def _modification_times(root: Path) -> dict[str, int]:
-    """{name: time of its last change} of everything that is or was a checkpoint, complete or damaged. If
-    there is any, init_from='auto' does not begin from scratch."""
-    folders = [path for path in named_step(root) if ".tmp-" not in path.name]
-    return {path.name: path.lstat().st_mtime_ns for path in folders}
-
-
-def _earlier(root: Path) -> dict[str, int]:
-    path = root / EARLIER
+def _token(config: TrainConfig) -> str:
+    """A new one, or that of the start which torchrun now repeats. It begins with the launch, because a kill
+    may have left the file of another launch."""
+    path, launch = Path(config.out_dir) / TOKEN, (launch_record() or {"id": ""})["id"]
+    begin = hashlib.sha256(launch.encode()).hexdigest()[:8]
     try:
-        earlier = read_json(path)
-        if not all(type(time) is int for time in earlier.values()):
-            raise ValueError("it is no list of times")
-    except FileNotFoundError:  # there was nothing
-        return {}
+        if restart_count() and path.exists() and (found := read_regular(path, 99).decode()).startswith(begin):
+            return found
+        token = f"{begin}-{uuid.uuid4()}"
+        if may_restart() and not config.eval_only:  # an evaluation saves nothing
+            write_bytes(path, token.encode())
+        return token
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}), so it is not known which checkpoints this run saved before "
-            "torchrun restarted it; start it anew, with --init_from=resume to go on from the newest one"
-        ) from None
-    return earlier
+        raise UserError(f"{path} cannot be used ({error}); remove it: rm {shlex.quote(str(path))}") from None
+
+
+def _has_token(folder: Path, token: str) -> bool:
+    """Whether the run of this token saved the checkpoint. Earlier versions stored none: then the record that
+    the checkpoint names says which torchrun started its run."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or there is no record
+        saved = read_state(folder)
+        if saved.token is None and (launch := launch_record()):
+            record = load_record(folder.parents[1] / f"{Path(saved.run).name}.json")
+            return record["startup_info"]["launch"]["id"] == redact(launch["id"])
+        return saved.token == token
+    return False
 
 
 # --- from which checkpoint ---
@@ -135,15 +150,9 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         changed = changed_settings(saved, config)
         facts = saved.run, saved.iteration, saved.pretrained
         resume = Resume(config, checkpoint, changed, is_other_run, renamed, *facts)
-    from_main(world, _check_aside, resume.config, resume.start)
+    if plan_saves(resume.config, resume.start).most != 0 and not restart_count():
+        from_main(world, check_others, Path(config.out_dir) / "checkpoints", resume.start)
     return resume
-
-
-def _check_aside(config: TrainConfig, start: int) -> None:
-    """Raises UserError if this run would move checkpoints aside and must not. A restart goes on with what it
-    has begun."""
-    if plan_saves(config, start).most and not restart_count():
-        check_aside(Path(config.out_dir) / "checkpoints", start)
 
 
 def load_resume(resume: Resume, state: TrainState) -> Progress:
@@ -194,7 +203,7 @@ def _candidates(config: TrainConfig) -> list[Path]:
 def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, world: World) -> dict[str, str]:
     """Renames a damaged checkpoint, but not in an evaluation alone: it holds no lock, so a training run may
     be using that folder."""
-    renamed = folder if config.eval_only else from_main(world, rename_damaged, folder)
+    renamed = folder if config.eval_only else from_main(world, set_aside, folder, DAMAGED)
     log.warning("%s is damaged: %s. It is now %s; %s is used", folder, problem, renamed.name, instead.name)
     return {"checkpoint": str(folder), "problem": problem, "renamed": str(renamed)}
 

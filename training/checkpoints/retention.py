@@ -45,6 +45,8 @@ class Retention:
         for pointer, folder in (("latest", complete[-1]), ("best", best)):
             if folder:
                 write_bytes(root / pointer, f"{folder.name}\n".encode())
+            else:  # it may name one of another run
+                (root / pointer).unlink(missing_ok=True)
         if self.keep_last is not None:
             self.prune(complete, best, self.keep_last)
         self.seen = {folder: seen for folder, seen in self.seen.items() if folder.exists()}

@@ -44,6 +44,7 @@ class SavedState(Progress):
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
+    token: str | None = None  # of the run (training/checkpoints/resume.py); earlier versions stored none
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
     # weights and what the optimizer keeps: name -> dtype and shape
     tensors: dict[str, str] = field(default_factory=dict)
@@ -113,6 +114,7 @@ FIELDS = {
     "config": {"batch_size": 1, "gradient_accumulation_steps": 1, "dataset": (str,)},
     "data": {"sha256": (str,)},
     "run": (str,),
+    "token": Optional(TEXT),
     "measure": Optional(TEXT),
     "measured_since": Optional(0),
     "tensors": Optional(Each((str,))),

@@ -29,7 +29,7 @@ import torch
 from common.durable_file import sync_folder, write_bytes
 from common.errors import RunError, UserError
 from common.json_file import read_json
-from training.checkpoints.folder import MANIFEST, delete, delete_remains, move_aside
+from training.checkpoints.folder import MANIFEST, OTHER, delete, delete_remains, others, set_aside
 from training.checkpoints.retention import Retention
 from training.checkpoints.saved_state import FORMAT, STATE
 from training.checkpoints.staging import Staging, plan_parts
@@ -208,12 +208,13 @@ class Saver:
 
 def _begin(save: Save, size: int, start: int) -> None:
     save.root.mkdir(exist_ok=True)  # not its parents: an out_dir that was removed stays away
-    if save.is_first and (aside := move_aside(save.root, start)):
+    if save.is_first and (found := others(save.root, start)):
+        for folder in found:  # the oldest first: until the last, a resume finds what it found before
+            set_aside(folder, OTHER)
         log.info(  # one message, as the loop logs meanwhile
-            f"Checkpoints that this run did not come from are now in {aside}\n"
-            f"  to delete them: rm -r {shlex.quote(str(aside))}"
+            f"Checkpoints that this run did not come from are now step-N{OTHER} in {save.root}\n"
+            f"  to delete them: rm -r {shlex.quote(str(save.root))}/step-*{OTHER}*"
         )
-        save.root.mkdir(exist_ok=True)
     delete_remains(save.root)
     check_room(save.root, size)
     save.temporary.mkdir()
