@@ -79,11 +79,10 @@ from training.process.redaction import redact
 from training.process.run_lock import RunLock
 from training.process.work_timer import WorkTimer
 from training.process.world import World, init_world
-from training.records.beginning import begin_record
+from training.records.beginning import begin_record, open_log
 from training.records.profiler import Profiler, make_profiler
 from training.records.report import announce, closing_lines
 from training.records.rows import Logger
-from training.records.run_record import open_log
 from training.records.startup_info import Setup
 from training.records.utilization import count_flops
 from training.strategies.parallelize import parallelize

@@ -56,6 +56,35 @@ def load_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A record with all that its run wrote, and with what those of earlier versions lack. Raises OSError, or
+    ValueError if a run would not have written it."""
+    record = load_record(path)
+    names = "run_name", "start_time", "end_time", "status"
+    record.setdefault("attempts", [{"attempt": 1, **{name: record.get(name) for name in names}}])
+    try:
+        for section in SECTIONS:
+            record.setdefault(section, [])
+        for _, entry in [*entries_of(record), *entries_of(record.setdefault("superseded", {}))]:
+            is_of_one = entry.setdefault("attempt", 1) <= len(record["attempts"])
+            if not is_of_one or type(entry["iter"]) is not int or entry["iter"] < 0:
+                raise ValueError("an entry belongs to no iteration, or to no attempt")
+        if any(type(each["run_name"]) is not str for each in record["attempts"]):
+            raise ValueError("an attempt has no name")
+        (record["startup_info"].get("launch") or {}).get("id")
+        # earlier versions listed rows without a loss or an MFU there, too
+        progress = record["training_progress"]
+        record["training_progress"] = [row for row in progress if None not in (row["loss"], row["mfu"])]
+    except (AttributeError, KeyError, TypeError):  # something is no object, or no list
+        raise ValueError("it is not what a run writes") from None
+    return record
+
+
+def entries_of(lists: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(section, entry) of each that a record, or its `superseded`, lists."""
+    return ((section, entry) for section in SECTIONS for entry in lists.get(section, []))
+
+
 def _journal(path: Path) -> Iterator[bytes]:
     """Its complete lines. A kill or a full disk may have cut off the last one."""
     with contextlib.suppress(OSError, ValueError), open_regular(path) as file:  # there may be none

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.helpers import last_run
+from support.records import add_row, add_rows, iterations, journal_of, row
 
 from common.errors import RunError
 from common.run_records import load_record
@@ -28,21 +29,8 @@ pytestmark = pytest.mark.history
 NAME = "run_20250101_000000"
 
 
-def journal_of(content: RunRecord) -> Path:
-    return content.path.with_suffix(".jsonl")
-
-
-def row(iteration: int, **more) -> dict:
-    facts = {"loss": 1.0, "time_ms": 5.0, "tokens_per_sec": 1.0, "mfu": {"mfu": 0.5}, "memory": None}
-    return {"iter": iteration, **facts, **more}
-
-
 def read(path) -> dict:
     return json.loads(path.read_text())
-
-
-def iterations(entries: list[dict]) -> list[int]:
-    return [entry["iter"] for entry in entries]
 
 
 @pytest.fixture
@@ -66,11 +54,6 @@ def rows_found(content: RunRecord) -> list[int]:
     rows = iterations(found["training_iterations"])
     assert iterations(found["training_progress"]) == rows
     return rows
-
-
-def add_rows(content: RunRecord, start: int, end: int) -> None:
-    for iteration in range(start, end):
-        content.add_iteration(row(iteration))
 
 
 # --- killed ---
@@ -132,8 +115,8 @@ def test_overlap_is_superseded_and_what_the_checkpoint_holds_is_kept(attempt, tm
     first = attempt(1)
     add_rows(first, 0, 8)
     for iteration in (3, 6):
-        first.add_evaluation(iteration, {"train": 1.0, "val": 1.0}, 0.1)
-        first.add_checkpoint(iteration, 1.0, tmp_path / f"step-{iteration:08d}")
+        for section in ("eval_steps", "checkpoints"):
+            first.add(section, {"iter": iteration, "val_loss": 1.0})
     first.add_event(2, "skipped")
     first.add_event(5, "skipped")
     second = attempt(2, first.path.stem, start=3)
@@ -297,7 +280,7 @@ def test_console_that_takes_nothing_more_does_not_end_the_run(tmp_path, monkeypa
 def filled(content: RunRecord) -> None:
     """From here on, the journal takes half of each line."""
     file = content.journal
-    methods = {name: getattr(file, name) for name in ("fileno", "truncate")}
+    methods = {name: getattr(file, name) for name in ("fileno", "truncate", "seek", "readall")}
     content.journal = SimpleNamespace(**methods, write=lambda line: file.write(line[: len(line) // 2]))
     content.filled = file
 
@@ -308,12 +291,12 @@ def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, m
         patch.setattr(record_module, "replace_file", full_disk)
         filled(content)
         for iteration in range(5):
-            content.add_iteration(row(iteration))
+            add_row(content, row(iteration))
             content.save(at_once=True)
             assert rows_found(content) == []
     assert len(caplog.records) == 1 and "it is tried again" in caplog.text
     content.journal = content.filled
-    content.add_iteration(row(5))
+    add_row(content, row(5))
     assert rows_found(content) == list(range(6))
     content.save(at_once=True)
     assert iterations(read(content.path)["training_iterations"]) == list(range(6))
@@ -323,7 +306,7 @@ def test_while_a_run_goes_on_its_json_has_no_row_that_its_journal_lacks(attempt)
     """Readers of a run that goes on read the journal alone."""
     content = attempt(1)
     filled(content)
-    content.add_iteration(row(0))
+    add_row(content, row(0))
     content.save(at_once=True)
     assert read(content.path)["training_iterations"] == []
 
@@ -363,12 +346,12 @@ def test_a_record_that_cannot_be_renamed_is_tried_again_and_then_a_failure(
 
 def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(attempt, monkeypatch):
     content = attempt(0)
-    content.add_iteration(row(2))
+    add_row(content, row(2))
     filled(content)
     monkeypatch.setattr(record_module, "replace_file", full_disk)
     monkeypatch.setattr(record_module, "FINAL_PAUSES_S", (0.0,))
-    content.add_iteration(row(3))
-    lost = "3 lines are lost, as run_.*jsonl could not be written either"  # with what ended it
+    add_row(content, row(3))
+    lost = "run_.*jsonl beside it has its rows, for the next resume; 3 lines are lost"  # with what ended it
     with pytest.raises(RunError, match=lost):
         content.finish("completed", {})
 
@@ -379,16 +362,16 @@ def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(atte
 def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
     first = attempt(1)
     for i in (0, 10, 20, 30):  # log_interval=10
-        first.add_iteration(row(i))
+        add_row(first, row(i))
     second = attempt(2, first.path.stem, start=15)
     found = second.this_attempt["recovery"]
     assert (found["iterations_repeated"], found["seconds_to_first_row"]) == (16, None)
     assert found["seconds_repeated"] == pytest.approx(16 * 0.005)
     assert found["last_row_time"] == first.content["training_iterations"][-1]["time"]
-    second.add_iteration(row(15))
+    add_row(second, row(15))
     seconds = found["seconds_to_first_row"]
     assert 0 <= seconds < 60
-    second.add_iteration(row(20))
+    add_row(second, row(20))
     assert found["seconds_to_first_row"] == seconds and "recovery" in read(first.path)["attempts"][0]
 
 
@@ -396,13 +379,13 @@ def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
 @pytest.mark.parametrize("key", ["time", "time_ms"])
 def test_a_time_that_no_run_writes_ends_nothing(attempt, key, value):
     first = attempt(1)
-    first.add_iteration(row(0))
+    add_row(first, row(0))
     first.finish("failed", {})
     content = read(first.path)
     content["training_iterations"][0][key] = value
     first.path.write_text(json.dumps(content))
     second = attempt(2, first.path.stem, start=0)
-    second.add_iteration(row(0))
+    add_row(second, row(0))
     found = second.this_attempt["recovery"]
     assert found["iterations_repeated"] == 1
     assert found["seconds_to_first_row"] is None if key == "time" else 0 <= found["seconds_repeated"] < 1

@@ -325,7 +325,7 @@ class Queue:
         monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
 
-    def add(self, seconds):
+    def launch(self, seconds):
         self.busy_until = max(self.now, self.busy_until) + seconds
 
     def wait(self):
@@ -335,9 +335,7 @@ class Queue:
         self.now += 10.0
         self.rewrites += 1
 
-    def add_checkpoint(self, *facts, **seconds): ...
-
-    def add_iteration(self, row): ...
+    def add(self, section, entry): ...
 
 
 def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monkeypatch):
@@ -346,7 +344,7 @@ def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monke
     logger = make_logger(Clock(torch.device("cuda")), record=queue)
     saved = Save(Path("checkpoints"), Progress(8, 8), "", False)
     for rewrites in (1, 2):
-        queue.add(30.0)
+        queue.launch(30.0)
         queue.now += 1.0
         logger.saved(saved)
         queue.wait()  # as the row's read does
@@ -355,7 +353,7 @@ def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monke
         reading = Reading(9, 5, 1.0, 1.0, None, 1.0, 1.0, 1.0, lap.seconds, [], lap.intervals)
         logger.write(reading, 0.0, 0)
         assert queue.rewrites == rewrites, "the checkpoint is in the record at the next row"
-    queue.add(30.0)
+    queue.launch(30.0)
     with logger.clock.paused():  # whatever the host does, the GPU first computes what it has
         queue.now += 10.0
     assert logger.clock.lap().seconds == 30.0

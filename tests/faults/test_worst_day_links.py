@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from training.faults import traces
 from training.process.console import _LogFile
 from training.process.world import _record_collectives
-from training.records import run_record
+from training.records import beginning, run_record
 
 PRECIOUS = "not yours\n"
 
@@ -42,7 +42,7 @@ def plant(request, tmp_path):
 
 def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, monkeypatch):
     record = out / "run_x.json"
-    monkeypatch.setattr(run_record, "new_record_path", lambda config: record)
+    monkeypatch.setattr(beginning, "new_record_path", lambda config: record)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     pid, root = os.getpid(), out / "checkpoints"
@@ -65,7 +65,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, mon
 
 def test_a_record_has_a_name_that_no_link_has(run, config, out, plant, monkeypatch):
     now = datetime(2026, 1, 1)
-    monkeypatch.setattr(run_record, "datetime", SimpleNamespace(now=lambda: now))
+    monkeypatch.setattr(beginning, "datetime", SimpleNamespace(now=lambda: now))
     monkeypatch.setattr(run_record, "_now", lambda unit="seconds": now.isoformat())
     for end in (".json", "_2.log", "_3.jsonl"):
         plant(out / f"run_20260101_000000{end}")

@@ -15,7 +15,7 @@ RECORD = {"run_name": "run_1", "status": "running", "startup_info": {}, "attempt
 ROW = {"iter": 0, "loss": 1.0, "attempt": 1, "time_ms": 1.0}
 UNUSABLE = {
     "training_iterations": [
-        *({}, [7], [{"iter": "0"}], [{**ROW, "iter": True}], [{**ROW, "attempt": 2}]),
+        *(7, [7], [{"iter": "0"}], [{**ROW, "iter": True}], [{**ROW, "attempt": 2}]),
         [{**ROW, "loss": json.loads(DEEP)}],
     ],
     "superseded": [{"events": [7]}, []],

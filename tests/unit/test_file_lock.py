@@ -56,7 +56,7 @@ def test_a_tracker_gets_everything(no_locks, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(track, "require_tracker", lambda name: None)
     content = RunRecord(tmp_path / "run_20260101_000000.json", {}, {}, False, None, 0)
     for iteration in range(3):
-        content.add_iteration({"iter": iteration, "loss": 2.5, "mfu": None, "memory": None})
+        content.add("training_iterations", {"iter": iteration, "loss": 2.5})
     content.path.write_text(json.dumps(content.content | {"status": "completed"}, default=list))
     assert run_command(track.main, [str(content.path), "--trackers=tensorboard"]) == 0
     (said,) = caplog.messages

@@ -3,9 +3,9 @@ And a long record is carried over whole."""
 
 import json
 import time
-from pathlib import Path
 
 import pytest
+from support.records import add_row, add_rows, iterations, journal_of, row
 
 from common import json_file
 from training.records import run_record as record_module
@@ -17,24 +17,11 @@ pytestmark = pytest.mark.history
 NAME = "run_20260101_000001"
 
 
-def row(iteration: int, **more) -> dict:
-    facts = {"loss": 1.0, "time_ms": 5.0, "tokens_per_sec": 1.0, "mfu": {"mfu": 0.5}, "memory": None}
-    return {"iter": iteration, **facts, **more}
-
-
-def iterations(entries) -> list[int]:
-    return [entry["iter"] for entry in entries]
-
-
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """Time never keeps it from a rewrite here."""
     monkeypatch.setattr(record_module, "SAVING_SHARE", float("inf"))
     return RunRecord(tmp_path / f"{NAME}.json", {}, {"launch": None}, True)
-
-
-def journal_of(record) -> Path:
-    return record.path.with_suffix(".jsonl")
 
 
 @pytest.fixture
@@ -57,7 +44,7 @@ def written(monkeypatch):
 
 def test_all_renderings_write_a_bounded_multiple_of_the_last_one(record, written):
     for iteration in range(2000):
-        record.add_iteration(row(iteration))
+        add_row(record, row(iteration))
         record.save()
     assert sum(written) < 110 * written[-1]
     half = len(written) // 2
@@ -65,11 +52,11 @@ def test_all_renderings_write_a_bounded_multiple_of_the_last_one(record, written
 
 
 def with_200_000_rows(record) -> None:
-    record.add_iteration(row(0))
+    add_row(record, row(0))
     lines = journal_of(record).read_bytes().splitlines(keepends=True)[-2:]
     with open(journal_of(record), "ab") as journal:
         journal.writelines(lines * 200_000)
-    record.journal_bytes, record.count = journal_of(record).stat().st_size, 400_002
+    record.written, record.count = journal_of(record).stat().st_size, 400_002
     record.save(at_once=True)
 
 
@@ -78,7 +65,7 @@ def test_after_200_000_rows_a_row_costs_what_the_first_one_costs(record, written
     sizes = []
     for _ in range(2):
         before = journal_of(record).stat().st_size
-        record.add_iteration(row(7))
+        add_row(record, row(7))
         sizes.append(journal_of(record).stat().st_size - before)
         if len(sizes) == 1:
             with_200_000_rows(record)
@@ -107,7 +94,7 @@ def found(record) -> list[int]:
 
 def test_a_kill_after_any_row_leaves_a_whole_json_and_a_journal_with_the_rest(record):
     for iteration in range(250):
-        record.add_iteration(row(iteration))
+        add_row(record, row(iteration))
         record.save()
         whole = json.loads(record.path.read_bytes())
         rows = len(whole["training_iterations"])
@@ -118,8 +105,7 @@ def test_a_kill_after_any_row_leaves_a_whole_json_and_a_journal_with_the_rest(re
 def test_a_kill_within_any_line_of_the_journal_loses_that_line_alone(record):
     record.save()
     record.save_not_before = time.monotonic() + 60
-    for iteration in range(6):
-        record.add_iteration(row(iteration))
+    add_rows(record, 0, 6)
     content = journal_of(record).read_bytes()
     for end in range(0, len(content), 5):
         journal_of(record).write_bytes(content[:end])
@@ -130,9 +116,9 @@ def test_a_kill_within_any_line_of_the_journal_loses_that_line_alone(record):
 @pytest.mark.parametrize("status", ["completed", "interrupted", "failed"])
 def test_at_the_end_the_json_has_every_row_and_there_is_no_journal(record, status):
     for iteration in range(300):
-        record.add_iteration(row(iteration))
+        add_row(record, row(iteration))
         record.save()
-    record.add_iteration(row(300))
+    add_row(record, row(300))
     record.save()
     assert journal_of(record).stat().st_size, "a rewrite is not due"
     record.finish(status, {})
@@ -145,8 +131,7 @@ def test_at_the_end_the_json_has_every_row_and_there_is_no_journal(record, statu
 
 
 def test_a_record_above_the_limit_of_other_files_is_carried_over_whole(record, monkeypatch):
-    for iteration in range(400):
-        record.add_iteration(row(iteration))
+    add_rows(record, 0, 400)
     record.finish("completed", {})
     monkeypatch.setattr(json_file, "MAX_BYTES", 20_000)
     assert record.path.stat().st_size > 60_000 and found(record) == list(range(400))
@@ -154,8 +139,7 @@ def test_a_record_above_the_limit_of_other_files_is_carried_over_whole(record, m
 
 @pytest.mark.parametrize("indent", [None, 1, 2])
 def test_a_record_that_another_program_wrote_is_read_in_any_layout(record, indent):
-    for iteration in range(3):
-        record.add_iteration(row(iteration))
+    add_rows(record, 0, 3)
     record.finish("completed", {})
     content = json.loads(record.path.read_bytes())
     record.path.write_text(json.dumps(content, indent=indent))

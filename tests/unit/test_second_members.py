@@ -19,7 +19,7 @@ from training.checkpoints import tensor_files, verification
 from training.checkpoints.tensor_files import Part, write_parts
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
-from training.records.run_record import accumulation_steps
+from training.records.startup_info import accumulation_steps
 from training.records.utilization import utilization
 
 # --- one GPU and eight ---

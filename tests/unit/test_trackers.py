@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
+from support.records import add_row
 
 from common.command import FAILED, USER_ERROR, run_command
 from common.errors import UserError
@@ -112,11 +113,12 @@ def gone():
 
 def test_all_that_belongs_to_an_iteration_is_sent_at_once(fake, record):
     tracker, content = fake(), record()
-    content.add_iteration({"iter": 0, **ROW})
-    content.add_evaluation(2, {"train": 3.0, "val": 3.5, "sources": {"web": {"train": 1.0, "val": 2.0}}}, 0.1)
+    add_row(content, {"iter": 0, **ROW})
+    losses_of = {"train_loss": 3.0, "val_loss": 3.5, "lr": 0.1}
+    content.add("eval_steps", {"iter": 2, **losses_of, "sources": {"web": {"train": 1.0, "val": 2.0}}})
     for rank in (0, 1):
         content.add_event(2, "straggler", rank=rank, own_ms=7.0)
-    content.add_iteration({"iter": 2, **ROW, "lr": 0.1})
+    add_row(content, {"iter": 2, **ROW, "lr": 0.1})
     assert send(content) == 0
     (_, first), (step, figures) = tracker.steps
     assert first["train/loss"] == 2.5 and step == 2 and "events/straggler" not in first
@@ -149,7 +151,7 @@ def test_tracker_that_raises_is_named_and_the_others_get_everything(method, fake
     fake("wandb", fail=method)
     other, content = fake("tensorboard"), record()
     for iteration in range(20):
-        content.add_iteration({"iter": iteration, **ROW})
+        add_row(content, {"iter": iteration, **ROW})
     assert send(content, "wandb,tensorboard") == FAILED
     said = capsys.readouterr()
     assert "error: wandb gets nothing more: ConnectionError: no route to host" in said.err
@@ -165,7 +167,7 @@ def test_what_the_database_of_trackio_does_not_have_was_not_sent(record, monkeyp
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     content = record()
     for iteration in range(3):
-        content.add_iteration({"iter": iteration, **ROW})
+        add_row(content, {"iter": iteration, **ROW})
     assert send(content, "trackio") == FAILED
     said = capsys.readouterr()
     assert "it took figures up to iteration 2, but has 1" in said.err and "sent" not in said.out
@@ -203,8 +205,8 @@ def test_run_whose_tracker_hangs_or_fails_is_completed_and_says_so(
 def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
     """The newest iteration waits until it is complete: an evaluation may still belong to it."""
     tracker, content = fake(), record()
-    content.add_iteration({"iter": 0, **ROW})
-    content.add_iteration({"iter": 1, **ROW})
+    add_row(content, {"iter": 0, **ROW})
+    add_row(content, {"iter": 1, **ROW})
     seen, looks = [], iter([{"iter": 2, **ROW}, {"iter": 3, **ROW}, None])
 
     def sleep(seconds):
@@ -213,7 +215,7 @@ def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
         seen.append(losses(tracker))
         row = next(looks)
         if row:
-            content.add_iteration(row)
+            add_row(content, row)
         status = "running" if row else "completed"
         content.path.write_text(json.dumps({**content.content, "status": status}, default=list))
 
@@ -224,10 +226,10 @@ def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
 
 def test_what_a_run_writes_just_before_its_end_is_sent(fake, record, monkeypatch):
     tracker, content = fake(), record()
-    content.add_iteration({"iter": 0, **ROW})
+    add_row(content, {"iter": 0, **ROW})
 
     def ends(pid):
-        content.add_iteration({"iter": 1, **ROW})
+        add_row(content, {"iter": 1, **ROW})
         content.path.write_text(json.dumps({**content.content, "status": "completed"}, default=list))
         return False
 
@@ -238,7 +240,7 @@ def test_what_a_run_writes_just_before_its_end_is_sent(fake, record, monkeypatch
 
 def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(gone, fake, record):
     tracker, content = fake(), record()
-    content.add_iteration({"iter": 0, **ROW})
+    add_row(content, {"iter": 0, **ROW})
     assert send(content, "wandb", gone, status="running") == 0
     assert losses(tracker) == [0] and tracker.summary["status"] == "running"
 
@@ -246,9 +248,9 @@ def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(gone, fake, reco
 def killed_at(content, iteration: int, checkpoint: int, noted: int) -> dict:
     """The record of an attempt that makes rows up to `iteration` and notes a checkpoint after `noted`."""
     for number in range(content.this_attempt["start_iter"], iteration + 1):
-        content.add_iteration({"iter": number, **ROW, "loss": float(number)})
+        add_row(content, {"iter": number, **ROW, "loss": float(number)})
         if number == noted:
-            content.add_checkpoint(checkpoint, 1.0, f"step-{checkpoint}")
+            content.add("checkpoints", {"iter": checkpoint, "val_loss": 1.0, "path": f"step-{checkpoint}"})
     return json.loads(json.dumps(content.content, default=list))
 
 
@@ -284,7 +286,7 @@ def test_a_clean_stop_and_a_resume_lose_no_row(stopped, by_hand, gone, fake, rec
 
 def test_attempts_have_one_id(fake, record):
     first, one, other = record(), fake(), fake("trackio")
-    first.add_iteration({"iter": 0, **ROW})
+    add_row(first, {"iter": 0, **ROW})
     assert send(first, "wandb,trackio") == 0
     second, resumed = record(history=json.loads(json.dumps(first.content, default=list)), start=1), fake()
     assert send(second) == 0

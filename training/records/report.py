@@ -21,8 +21,7 @@ from training.process.memory import GB
 from training.records.expected_time import expected_rows
 from training.records.machine import machine_lines, speed_line
 from training.records.rows import Logger
-from training.records.run_record import accumulation_steps
-from training.records.startup_info import code_text
+from training.records.startup_info import accumulation_steps, code_text
 from training.records.summary import summary_of
 from training.strategies.parallelize import parallelism_line
 

@@ -24,11 +24,12 @@ from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
 from training.optimization.step import StepResult
-from training.process.memory import GIB
+from training.process.memory import GIB, resident_bytes
 from training.process.work_timer import UNMEASURED_ITERS
 from training.process.world import World, mean_over_ranks, sum_over_ranks
 from training.records.clock import Clock
 from training.records.console_lines import ProgressText, console_lines
+from training.records.follower import Follower
 from training.records.run_record import RunRecord
 from training.records.utilization import document_flops, recomputed_flops, summarize, utilization
 
@@ -64,9 +65,10 @@ class Logger:
         info: dict[str, Any],
         progress: Progress,
         monitor: GpuMonitor | None = None,
+        follower: Follower | None = None,
     ):
         """`record` is None on all ranks except 0. `info` is the record's startup_info, `progress` where this
-        process begins. Without a monitor, no GPU is sampled."""
+        process begins. Without a monitor, no GPU is sampled. `follower` sends the record to trackers."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
         self.info, self.flops, self.peak, self.facts = info, info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)
@@ -75,7 +77,7 @@ class Logger:
         self.start = progress.iteration  # first iteration of this process
         self.logged = self.start  # first one in no log row yet
         self.best_val_loss = progress.best_val_loss
-        self.monitor = monitor or GpuMonitor([])
+        self.monitor, self.follower = monitor or GpuMonitor([]), follower
         self.content: dict[str, Any] = {}  # of the record, once the run is over, and its summary
         self.summary: dict[str, Any] = {}
         # of StepResult, summed since the last log row
@@ -149,7 +151,9 @@ class Logger:
         if skipped:
             row["skipped_updates"] = skipped
         self._show(row)
-        self.record.add_iteration(row)
+        self.record.add("training_iterations", row)
+        if flat := flat_row(row):
+            self.record.add("training_progress", flat)
         interval = self.config.log_save_interval
         first = reading.first == self.start  # at once: scripts expect that a record has a row
         if first or self.lacks_checkpoint or row["iter"] // interval != self.saved_at // interval:
@@ -242,7 +246,9 @@ class Logger:
             log.info(f"     {name} │ Train loss: {source['train']:.4f} │ Val loss: {source['val']:.4f}")
         if self.record is not None:
             best = math.inf if self.best_val_loss is None else self.best_val_loss
-            self.record.add_evaluation(iteration, losses, learning_rate)
+            sources = {"sources": losses["sources"]} if "sources" in losses else {}  # of a mixture
+            named = {"train_loss": losses["train"], "val_loss": losses["val"], "lr": learning_rate}
+            self.record.add("eval_steps", {"iter": iteration, **named, **sources})
             targets = target_losses(self.config.loss_targets)
             new = [loss for loss in targets if losses["val"] <= loss < best]
             if new and not self.config.eval_only:
@@ -264,13 +270,9 @@ class Logger:
         log.info(f"💽 Saved {save.final}{save.note}")
         if self.record is None:
             return
-        self.record.add_checkpoint(
-            save.progress.iteration,
-            save.progress.val_loss,
-            save.final,
-            blocked_seconds=save.blocked_seconds,
-            write_seconds=save.seconds,
-        )
+        seconds = {"blocked_seconds": save.blocked_seconds, "write_seconds": save.seconds}
+        losses = {"iter": save.progress.iteration, "val_loss": save.progress.val_loss}
+        self.record.add("checkpoints", {**losses, "path": str(save.final), **seconds})
         self.lacks_checkpoint = True  # to rewrite it now would stop the GPU, or be counted as if it had
 
     def close(self, status: str) -> None:
@@ -295,8 +297,8 @@ class Logger:
         finally:
             self._draw(lambda bar: bar.close())
             self.monitor.close()
-            if self.record.follower:
-                self.record.follower.wait()
+            if self.follower:
+                self.follower.wait()
 
     def _draw(self, action: Callable[[tqdm], object]) -> None:
         """Changes the bar, if there is one. It ends where the terminal takes no more: training goes on."""
@@ -307,6 +309,22 @@ class Logger:
             except (OSError, ValueError):
                 bar.disable = True  # it draws itself once more when it is deleted
                 self.bar = None
+
+
+def flat_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The same for one-line scripts; None without a loss or an MFU, as they calculate with them."""
+    mfu, memory = row["mfu"], row["memory"]
+    if mfu is None or not math.isfinite(row["loss"]):
+        return None
+    return {
+        "iter": row["iter"],
+        "loss": row["loss"],
+        "mfu": mfu["mfu"],
+        "tokens_per_sec": row["tokens_per_sec"],
+        "memory_allocated_gb": memory["allocated_gb"] if memory else resident_bytes() / GIB,
+        "memory_kind": "allocated on the GPU" if memory else "resident memory of the process",
+        "dt_ms": row["time_ms"],
+    }
 
 
 def row_facts(info: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,15 @@ def startup_info(
     }
 
 
+def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
+    """The steps of one GPU and those of all: a log with one number for both once hid a wrong MFU."""
+    per_gpu = config.micro_steps
+    return {
+        "gradient_accumulation_steps_per_gpu": per_gpu,
+        "gradient_accumulation_steps_global": per_gpu * world_size,
+    }
+
+
 def run_info(
     config: TrainConfig,
     world_size: int,
