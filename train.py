@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py
 
 Read it from top to bottom: check the inputs, join the ranks, choose where to start, build, parallelize, load,
-loop, finish. training/configuration/keys.py documents every setting.
+loop, end. training/configuration/keys.py documents every setting.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from training.checkpoints.train_state import TrainState
 from training.configuration.choices import find
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.configuration.rules import captures_cuda_graphs
+from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle
 from training.configuration.seeds import DROPOUT, stream_seed
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
 from training.dry_run import dry_run
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
+from training.faults.consensus import Consensus
 from training.faults.replica_check import ReplicaCheck
 from training.faults.stragglers import Stragglers, make_work_timer
 from training.faults.watchdog import Stopped, Watchdog
@@ -80,6 +81,7 @@ from training.process.run_lock import RunLock
 from training.process.work_timer import WorkTimer
 from training.process.world import World, init_world
 from training.records.beginning import begin_record, open_log
+from training.records.clock import Clock
 from training.records.profiler import Profiler, make_profiler
 from training.records.report import announce, closing_lines
 from training.records.rows import Logger
@@ -113,7 +115,8 @@ def main(argv: list[str]) -> int:
     rank, _, world_size = launch_info()
     # the watchdog handles signals, failed ranks and hanging ranks; the lock refuses a second run in out_dir
     with Watchdog() as watchdog:
-        config = watchdog.config = load_run_config(argv, world_size, needs_dataset=True)
+        config = load_run_config(argv, world_size, needs_dataset=True)
+        watchdog.begin(config)
         check_launch(config)
         if config.dry_run:
             lines = dry_run(config, world_size)
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> int:
         with RunLock(Path(config.out_dir)) as lock:
             run = assemble(config, watchdog, lock)
             exit_status = train(run)
-            finish(run, exit_status, argv)
+            end(run, exit_status, argv)
             return exit_status
 
 
@@ -139,7 +142,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     sources = check_inputs(config, lock)
 
     # 2) join the ranks; from here on the log is open
-    world, path = join_ranks(config, watchdog)
+    world, consensus, path = join_ranks(config, watchdog)
 
     # 3) resolve batch_size='auto', and choose where to start
     config, micro_batch = resolve_micro_batch(config, world)
@@ -166,29 +169,31 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     memory = micro_batch.describe(config, world.size, recipe.native)
-    setup = Setup(flops, peak, attention.to_dict(), memory, describe_recipe(config, recipe))
-    logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
-    watchdog.logger = logger
+    clock = Clock(world.device)
+    step, graphs = captured_if_asked(eager, state, config, clock, progress.iteration)
+    setup = Setup(flops, peak, attention.to_dict(), memory, describe_recipe(config, recipe), graphs)
+    logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress, clock)
+    watchdog.complete_at_end(logger)
 
     # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, logger.record, logger.start, eager.second_look)
     replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
     facts = {"run": path.stem, "token": token, "data": data.fingerprint, "pretrained": pretrained}
     on_host = host_memory(config, world.size)
-    saver = Saver(config, state, facts, logger.start, on_host, watchdog.consensus.group)
+    saver = Saver(config, state, facts, logger.start, on_host, consensus.group)
     return Run(
         config=config,
         world=world,
         watchdog=watchdog,
         logger=logger,
         loader=loader,
-        step=captured_if_asked(eager, state, config, logger),
+        step=step,
         anomalies=anomalies,
         replica_check=replica_check,
-        stragglers=Stragglers(timer, world, watchdog, logger.record),
+        stragglers=Stragglers(timer, world, consensus, watchdog.liveness.name, logger.record),
         profiler=make_profiler(config, world, logger.clock, logger.start),
         evaluate_and_save=EvaluateAndSave(
-            saver, data.windows, loader, progress, logger, anomalies, replica_check, watchdog
+            saver, data.windows, loader, progress, logger, anomalies, replica_check, watchdog, consensus
         ),
     )
 
@@ -255,10 +260,10 @@ def loop(run: Run) -> None:
             anomalies.end_if_due()
             run.replica_check.after_update(iteration)
     run.watchdog.check(config.max_iters)
-    run.evaluate_and_save.finish(learning_rate(config.max_iters, config))
+    run.evaluate_and_save.complete(learning_rate(config.max_iters, config))
 
 
-def finish(run: Run, exit_status: int, argv: list[str]) -> None:
+def end(run: Run, exit_status: int, argv: list[str]) -> None:
     """Logs what came out, where it is, and what to do next. If there are several processes, ends this one."""
     checkpoint = run.evaluate_and_save.last_checkpoint
     for line in closing_lines(run.logger, checkpoint, run.loader.waited_seconds, argv):
@@ -273,14 +278,15 @@ def finish(run: Run, exit_status: int, argv: list[str]) -> None:
 # --- steps of the assembly ---
 
 
-def join_ranks(config: TrainConfig, watchdog: Watchdog) -> tuple[World, Path]:
-    """This process among all of them, and the path of the record that they are about to begin."""
+def join_ranks(config: TrainConfig, watchdog: Watchdog) -> tuple[World, Consensus, Path]:
+    """This process among all of them, how they agree, and the path of the record that they are about to
+    begin."""
     start_compilers(config)
     world = init_world(config, watchdog.meet())
-    watchdog.join(world)
+    consensus = watchdog.join(world)
     check_same_settings(config, world)
     check_machines(config, world)
-    return world, open_log(config, world)
+    return world, consensus, open_log(config, world)
 
 
 def build(config: TrainConfig, world: World) -> tuple[Transformer, AttentionChoice, Recipe]:
@@ -316,13 +322,16 @@ def build_step(
     return step, TrainState(strategy, optimizer, loss_scale, strategy.world, guard, recipe)
 
 
-def captured_if_asked(eager: EagerStep, state: TrainState, config: TrainConfig, logger: Logger) -> Step:
-    """The eager step, or the one that replays it as a CUDA graph."""
+def captured_if_asked(
+    eager: EagerStep, state: TrainState, config: TrainConfig, clock: Clock, start: int
+) -> tuple[Step, dict[str, str | None]]:
+    """The eager step, or the one that replays it as a CUDA graph; and what the record says of the choice,
+    which may change during the run: nothing if no graph was asked for."""
     if not captures_cuda_graphs(config):
-        return eager
-    step = GraphedStep(eager, state, CudaGraphs(), logger.clock.paused, logger.start)
-    logger.info["cuda_graphs"] = step.choice
-    return step
+        why = cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
+        return eager, {"asked": "CUDA Graph", "used": "eager step", "reason": why} if why else {}
+    step = GraphedStep(eager, state, CudaGraphs(), clock.paused, start)
+    return step, step.choice
 
 
 def run(argv: list[str]) -> int:

@@ -16,6 +16,7 @@ from training.checkpoints.train_state import Progress
 from training.configuration.rules import checkpoint_interval
 from training.evaluation import evaluate, measure
 from training.faults.anomalies import AnomalyPolicy, Diverged
+from training.faults.consensus import Consensus
 from training.faults.replica_check import ReplicaCheck
 from training.faults.watchdog import Watchdog
 from training.records.rows import Logger
@@ -39,13 +40,14 @@ class EvaluateAndSave:
         anomalies: AnomalyPolicy,
         replica_check: ReplicaCheck,
         watchdog: Watchdog,
+        consensus: Consensus,
     ):
         """`progress` is where this process starts."""
         config = saver.config
         self.config, self.state = config, saver.state
         self.windows, self.loader, self.saver = windows, loader, saver
         self.logger, self.anomalies, self.replica_check = logger, anomalies, replica_check
-        self.start, self.watchdog = progress.iteration, watchdog
+        self.start, self.watchdog, self.consensus = progress.iteration, watchdog, consensus
         self.evaluated_before = progress.val_loss is not None  # False if a stop came first
         self.measured = self._measured(progress)
         self.last_checkpoint: Path | None = None  # the last complete one
@@ -75,7 +77,7 @@ class EvaluateAndSave:
     def before_update(self, iteration: int, learning_rate: float) -> None:
         """Evaluates and saves before the update of `iteration`, if that is due. Raises RunError if the last
         checkpoint could not be written."""
-        self._conclude()
+        self._note_save()
         if iteration == self.start:
             missed = iteration > 0 and self._evaluation_is_due(iteration) and not self.evaluated_before
             if self.config.eval_at_start or missed:
@@ -98,9 +100,9 @@ class EvaluateAndSave:
             log.info("Nothing was saved: always_save_checkpoint=False saves a new best only")
         elif self.saved_at != iteration:
             self.save(iteration, None, False)
-        self._complete()
+        self._wait_for_save()
 
-    def finish(self, learning_rate: float) -> None:
+    def complete(self, learning_rate: float) -> None:
         """After the last update. Evaluates and saves, whether or not eval_interval says so."""
         iteration = self.config.max_iters
         if iteration <= self.start:
@@ -117,7 +119,7 @@ class EvaluateAndSave:
             improved = improved and may_save_last_best(self.config)
         if improved or self.config.always_save_checkpoint or self.config.checkpoint_interval:
             self.save(iteration, val_loss, improved)
-        self._complete()
+        self._wait_for_save()
         if self.last_checkpoint is None:
             log.info("No checkpoint was saved: always_save_checkpoint=False and no evaluation set a new best")
 
@@ -147,17 +149,17 @@ class EvaluateAndSave:
         progress = Progress(iteration, self.loader.position, *losses, *self.measured)
         with self.logger.clock.paused(), self.watchdog.during("checkpoint"):
             began = time.monotonic()
-            self._conclude(wait=None)
+            self._note_save(wait=None)
             if (waited := time.monotonic() - began) > LOGGED_WAIT_S:
                 log.info(f"Waited {waited:.1f} s for the checkpoint before to be written; raise its interval")
             self.saver.begin(progress, " (best so far)" if best else "", waited)
             self.saved_at, self.saved_time = iteration, time.monotonic()
-        self._conclude()
+        self._note_save()
 
-    def _conclude(self, wait: float | None = 0.0) -> None:
+    def _note_save(self, wait: float | None = 0.0) -> None:
         """Notes the checkpoint in progress if it is complete within `wait` seconds; None: waits for it."""
         try:
-            save = self.saver.finished(wait)
+            save = self.saver.completed(wait)
         except RunError:
             self.logger.check_out_dir()  # names the reason, if out_dir is gone
             raise
@@ -166,14 +168,14 @@ class EvaluateAndSave:
             self.anomalies.saved_at = save.progress.iteration
             self.logger.saved(save)
 
-    def _complete(self) -> None:
+    def _wait_for_save(self) -> None:
         with self.watchdog.during("checkpoint"):
-            self._conclude(wait=None)
+            self._note_save(wait=None)
 
     def close(self) -> None:
         """After the loop, however it ended: a failed run waits a moment for the checkpoint in progress."""
         try:
-            self._conclude(wait=SHUTDOWN_SAVE_TIMEOUT_S)
+            self._note_save(wait=SHUTDOWN_SAVE_TIMEOUT_S)
         except RunError as error:  # the run itself ends with another error
             log.warning(str(error))
 
@@ -184,9 +186,9 @@ class EvaluateAndSave:
         if not self.every_seconds:
             return False
         if self.state.world.is_main and time.monotonic() - self.saved_time >= self.every_seconds:
-            self.watchdog.consensus.ask("checkpoint", iteration)
+            self.consensus.ask("checkpoint", iteration)
         # a request from before the last save does not count
-        return self.watchdog.consensus.answer("checkpoint") > self.saved_at
+        return self.consensus.answer("checkpoint") > self.saved_at
 
     def _evaluation_is_due(self, iteration: int) -> bool:
         return bool(self.config.eval_interval) and iteration % self.config.eval_interval == 0

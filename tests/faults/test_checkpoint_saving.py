@@ -81,7 +81,7 @@ def test_what_is_written_is_the_state_when_the_save_began(tmp_path, late_writing
     saver.begin(Progress(1, 10))
     change(state, seed=2)
     late_writing.set()
-    folder = saver.finished(wait=None).final
+    folder = saver.completed(wait=None).final
     assert equal(before, checkpoint_tensors(folder)) and not equal(before, copies(state))
 
 
@@ -93,12 +93,12 @@ def test_the_loop_waits_for_the_copy_alone(config, monkeypatch):
     saver.prepare()
     saver.begin(Progress(1, 10), waited=1000.0)
     copied = saver.save.blocked_seconds - 1000
-    assert saver.finished() is None, "still being written"
+    assert saver.completed() is None, "still being written"
     goes_on.set()
-    done = saver.finished(wait=None)
+    done = saver.completed(wait=None)
     assert 0 < copied < done.seconds < 60
     assert done.blocked_seconds - 1000 == copied
-    assert saver.finished() is None, "a save is reported once"
+    assert saver.completed() is None, "a save is reported once"
 
 
 @pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_a_gpu_s_state_is_copied_to_page_locked_memory_before_it_changes(config,
     assert torch.cuda.max_memory_allocated() == allocated
     change(state, seed=2)
     late_writing.set()
-    assert equal(before, checkpoint_tensors(saver.finished(wait=None).final))
+    assert equal(before, checkpoint_tensors(saver.completed(wait=None).final))
 
 
 def test_host_memory_is_taken_once_and_is_one_copy_of_the_parts(config):
@@ -252,9 +252,9 @@ def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
     for saver in ranks:
         saver.begin(Progress(1, 10))
     with pytest.raises(RunError, match="the disk is broken"):
-        ranks[0].finished(wait=None)
+        ranks[0].completed(wait=None)
     with pytest.raises(RunError, match="rank 0 could not complete it"):
-        ranks[1].finished(wait=None)
+        ranks[1].completed(wait=None)
     assert list(root.iterdir()) == []
 
 

@@ -200,7 +200,7 @@ def test_a_run_record_is_on_disk_before_its_journal_is_removed(disk):
         record.save(at_once=True)
         assert "run_1.json" in disk.durable()
         assert json.loads(path.read_text())["events"][-1]["iter"] == iteration
-    record.finish("completed", {})
+    record.close("completed", {})
     disk.end()
     (removed,) = [event for event in disk.events if event.path == "run_1.jsonl" and event.kind == "delete"]
     assert "run_1.json" in removed.before
@@ -210,7 +210,7 @@ def test_a_run_record_is_on_disk_before_its_journal_is_removed(disk):
 def test_what_earlier_attempts_recorded_is_on_disk_before_an_attempt_adds_its_own(disk):
     first = RunRecord(disk.root / "run_1.json", {}, {}, enabled=True)
     first.add_event(0, "test")
-    first.finish("failed", {})
+    first.close("failed", {})
     second = RunRecord(disk.root / "run_2.json", {}, {}, True, read_record(first.path), 1)
     second.save()
     assert {"run_2.json", "run_2.jsonl"} <= disk.durable()

@@ -77,7 +77,7 @@ def test_kill_between_the_last_rendering_and_the_removal_of_the_journal_counts_n
     content = attempt(1)
     add_rows(content, 0, 3)
     lines = journal_of(content).read_bytes()
-    content.finish("completed", {})
+    content.close("completed", {})
     assert not journal_of(content).exists()
     journal_of(content).write_bytes(lines)
     assert rows_found(content) == [0, 1, 2] and load_record(content.path)["status"] == "completed"
@@ -121,7 +121,7 @@ def test_overlap_is_superseded_and_what_the_checkpoint_holds_is_kept(attempt, tm
     first.add_event(5, "skipped")
     second = attempt(2, first.path.stem, start=3)
     add_rows(second, 3, 5)
-    second.finish("completed", {})
+    second.close("completed", {})
     content = read(second.path)
 
     rows = content["training_iterations"]
@@ -232,7 +232,7 @@ def test_rewriting_the_json_takes_one_percent_of_the_time_however_often_it_is_as
         content.save()
         clock.now += 0.5
     assert rewrites == [0, 101, 202]
-    content.finish("completed", {})
+    content.close("completed", {})
     assert len(rewrites) == 4, "the end is always written"
 
 
@@ -353,7 +353,7 @@ def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(atte
     add_row(content, row(3))
     lost = "run_.*jsonl beside it has its rows, for the next resume; 3 lines are lost"  # with what ended it
     with pytest.raises(RunError, match=lost):
-        content.finish("completed", {})
+        content.close("completed", {})
 
 
 # --- what a fault cost ---
@@ -380,7 +380,7 @@ def test_the_next_attempt_says_what_the_end_of_the_one_before_cost(attempt):
 def test_a_time_that_no_run_writes_ends_nothing(attempt, key, value):
     first = attempt(1)
     add_row(first, row(0))
-    first.finish("failed", {})
+    first.close("failed", {})
     content = read(first.path)
     content["training_iterations"][0][key] = value
     first.path.write_text(json.dumps(content))

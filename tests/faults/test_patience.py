@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 def watchdog(monkeypatch, tmp_path):
     """A watchdog without its thread; `ended` has what would have ended the process."""
     config = TrainConfig(out_dir=str(tmp_path), timeout_minutes=10.0, start_timeout_minutes=60.0)
-    made = Watchdog(config)
+    made = Watchdog()
+    made.begin(config)
     made.join(ALONE)
     made.ended = []
     monkeypatch.setattr(watchdog_module, "leave_now", made.ended.append)

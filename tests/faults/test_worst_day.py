@@ -114,7 +114,8 @@ def ends(process, seconds=HANG_S):
 
 
 def make_watchdog(config, **attributes):
-    watchdog = Watchdog(load_config([str(config)]))
+    watchdog = Watchdog()
+    watchdog.begin(load_config([str(config)]))
     for name, value in attributes.items():
         setattr(watchdog, name, value)
     return watchdog
@@ -147,9 +148,9 @@ def wait_for(condition, process, seconds=HANG_S):
 
 
 FAILS, SAVED = {"_tick": lambda ticks: 1 / 0}, {"final_status": 143}
-ASKED_LONG_AGO = {"first": 0, "stop_asked_at": -10.0, "_consensus": SimpleNamespace(ask=print)}
+ASKED_LONG_AGO = {"first": 0, "stop_asked_at": -10.0, "consensus": SimpleNamespace(ask=print)}
 ENDINGS = {  # what ends a run -> (what the watchdog has, what happens to it, the exit status)
-    "a hang": ({}, lambda made: made._leave("no progress", is_cause=True), 1),
+    "a hang": ({}, lambda made: made._leave_because("no progress", is_cause=True), 1),
     "a second Ctrl-C": (ASKED_LONG_AGO, lambda made: made._handle_signal(signal.SIGINT), 130),
     "an error of its own": (FAILS, Watchdog._run, 1),
     "an error of its own after everything is saved": (FAILS | SAVED, Watchdog._run, 143),
@@ -170,7 +171,7 @@ def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
     """The main thread waits in a write to a full pipe and holds the handler's lock."""
     asked = []
     watchdog = make_watchdog(config, first=0)
-    watchdog._consensus = SimpleNamespace(ask=lambda *question: asked.append(question))
+    watchdog.consensus = SimpleNamespace(ask=lambda *question: asked.append(question))
     log, handler = logging.getLogger("nanomfu"), logging.StreamHandler(io.StringIO())
     log.addHandler(handler)
     log.setLevel(logging.INFO)

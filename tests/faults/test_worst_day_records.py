@@ -65,7 +65,7 @@ def continue_run(out_dir: Path, expected_attempt: int) -> dict:
     launch = {"id": "job", "restarts": 1}
     assert find_history(out_dir, None, launch) is None, "torchrun has started none of these"
     record = RunRecord(out_dir / "run_2.json", {}, {}, True, find_history(out_dir, "run_1", launch), 1)
-    record.finish("completed", {})
+    record.close("completed", {})
     text = (out_dir / "run_2.json").read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert content["attempt"] == expected_attempt

@@ -256,7 +256,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_message(out):
 @pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])
 def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, out, monkeypatch, method):
     """At the progress bar's first line, or at its last, which comes when the record is complete."""
-    order, finish = [], RunRecord.finish
+    order, finish = [], RunRecord.close
 
     def fail(*_, **__):
         order.append(method)
@@ -264,7 +264,7 @@ def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, ou
 
     bar = dict.fromkeys(("update", "set_postfix_str", "close"), lambda *_, **__: None) | {method: fail}
     monkeypatch.setattr("training.records.rows.tqdm", lambda **_: SimpleNamespace(disable=False, **bar))
-    monkeypatch.setattr(RunRecord, "finish", lambda self, *a: (order.append("record"), finish(self, *a)))
+    monkeypatch.setattr(RunRecord, "close", lambda self, *a: (order.append("record"), finish(self, *a)))
     assert run(config) == 0
     assert last_run(out)["status"] == "completed"
     assert method in order and order.index("record") < len(order) - (method == "close")

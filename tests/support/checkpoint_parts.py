@@ -59,7 +59,7 @@ def make_saver(config: TrainConfig, state: TrainState, start: int = 0) -> Saver:
 
 def save(saver: Saver, iteration: int, val_loss: float | None = None) -> Path:
     saver.begin(Progress(iteration, 10 * iteration, val_loss, val_loss))
-    return saver.finished(wait=None).final
+    return saver.completed(wait=None).final
 
 
 def sign(folder: Path) -> None:

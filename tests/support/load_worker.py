@@ -70,7 +70,7 @@ def save(config, state: TrainState, progress, out_dir: Path) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)  # a save makes its folder, not those above it
     saver.root = out_dir / "checkpoints"
     saver.begin(Progress(progress.iteration, progress.samples_seen))
-    return saver.finished(wait=None).final
+    return saver.completed(wait=None).final
 
 
 def main(settings: list[str], folders: list[str], save_to: str | None) -> None:

@@ -64,7 +64,7 @@ def test_a_rank_that_is_silent_or_absent_is_late_and_not_dead(ranks):
     first, second, third = ranks(3)
     say(first, second)
     look(first, 500, lambda tick: second.publish(tick, -1, "starting"))
-    assert first.silent == {1: 0, 2: 500} and first.gone() == []
+    assert first.silent == {1: 0, 2: 500} and first.ended() == []
     look(second, 1)
     look(second, 500)
     assert second.silent == {0: 500}, "the others look at rank 0 alone"
@@ -107,7 +107,8 @@ def waiting(ranks, monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog_module.log, "warning", said.append)
 
     def make(rank: int) -> Watchdog:
-        watchdog = Watchdog(TrainConfig(out_dir=str(tmp_path), start_timeout_minutes=10.0))
+        watchdog = Watchdog()
+        watchdog.begin(TrainConfig(out_dir=str(tmp_path), start_timeout_minutes=10.0))
         watchdog.liveness, watchdog.phase = everyone[rank], WAITING
         monkeypatch.setattr(watchdog, "_end_hanging_run", lambda minutes, ticks: ended.append(minutes))
         watchdog.said, watchdog.ended = said, ended
@@ -170,9 +171,9 @@ def test_a_rank_that_reads_data_has_not_stalled_and_one_that_does_nothing_has(mo
 def test_a_rank_whose_connection_is_closed_has_ended(ranks):
     first, second, third = ranks(3)
     say(second, third)
-    assert first.gone() == [] and first.reason_to_end() is None
+    assert first.ended() == [] and first.reason_to_end() is None
     first.lost.add(2)
-    assert first.gone() == [2]
+    assert first.ended() == [2]
     assert first.reason_to_end() == "rank 2 (node, process 102) has ended"
     assert second.reason_to_end() == "rank 2 (node, process 102) has ended", "rank 0 has told it"
 
@@ -181,14 +182,14 @@ def test_a_rank_that_has_done_its_work_has_not_failed_but_ends_a_rank_that_wants
     """A dry run does not join: all ranks of one end well, and no rank waits for it."""
     first, second = ranks(2)
     say(first, second)
-    second.leave()
+    second.end_without_joining()
     first.lost.add(1)
-    assert first.gone() == [] and first.reason_to_end() is None
+    assert first.ended() == [] and first.reason_to_end() is None
     assert first.why_not_all_join(ready=False) is None, "it may do a dry run, too"
     told = "rank 1 (node, process 101) has ended without joining (a dry run?): start all with the same flags"
     assert first.why_not_all_join(ready=True) == told
     first.join()
-    assert first.gone() == [1], "after joining, none may leave"
+    assert first.ended() == [1], "after joining, none may leave"
 
 
 def test_a_rank_that_leaves_does_not_publish_any_more(ranks, monkeypatch):
@@ -276,7 +277,7 @@ def test_a_torchrun_that_has_left_for_good_is_read_from_their_own_store(monkeypa
         server.set("torch.rendezvous.a run", base64.b64encode(pickle.dumps(state)))
 
     tell()
-    waits = threading.Thread(target=lambda: found.append(world.wait_until_a_torchrun_leaves()), daemon=True)
+    waits = threading.Thread(target=lambda: found.append(world.wait_until_a_torchrun_ends()), daemon=True)
     waits.start()
     time.sleep(0.5)
     assert waits.is_alive() and not ended.is_set()
@@ -291,14 +292,14 @@ def test_a_torchrun_that_has_left_for_good_is_read_from_their_own_store(monkeypa
 )
 def test_without_a_membership_nothing_is_known(monkeypatch, words):
     monkeypatch.setattr(world, "Path", Parent(*words))
-    assert world.wait_until_a_torchrun_leaves() is False
+    assert world.wait_until_a_torchrun_ends() is False
 
 
 def test_a_rank_that_never_started_ends_all_if_its_torchrun_has_left(ranks):
     first, second, *_ = ranks(4, machines=2)
     say(first, second, phase=WAITING)
     look(first, 1)
-    first.a_torchrun_has_left = True
+    first.a_torchrun_has_ended = True
     said = first.why_not_all_join(ready=False)
     assert "before all ranks had joined (rank 2 of machine 1, rank 3 of machine 1: not started)" in said
 

@@ -121,7 +121,7 @@ def test_at_the_end_the_json_has_every_row_and_there_is_no_journal(record, statu
     add_row(record, row(300))
     record.save()
     assert journal_of(record).stat().st_size, "a rewrite is not due"
-    record.finish(status, {})
+    record.close(status, {})
     assert not journal_of(record).exists()
     content = json.loads(record.path.read_bytes())
     assert content["status"] == status and iterations(content["training_iterations"]) == list(range(301))
@@ -132,7 +132,7 @@ def test_at_the_end_the_json_has_every_row_and_there_is_no_journal(record, statu
 
 def test_a_record_above_the_limit_of_other_files_is_carried_over_whole(record, monkeypatch):
     add_rows(record, 0, 400)
-    record.finish("completed", {})
+    record.close("completed", {})
     monkeypatch.setattr(json_file, "MAX_BYTES", 20_000)
     assert record.path.stat().st_size > 60_000 and found(record) == list(range(400))
 
@@ -140,7 +140,7 @@ def test_a_record_above_the_limit_of_other_files_is_carried_over_whole(record, m
 @pytest.mark.parametrize("indent", [None, 1, 2])
 def test_a_record_that_another_program_wrote_is_read_in_any_layout(record, indent):
     add_rows(record, 0, 3)
-    record.finish("completed", {})
+    record.close("completed", {})
     content = json.loads(record.path.read_bytes())
     record.path.write_text(json.dumps(content, indent=indent))
     history = find_history(record.path.parent, NAME, None)

@@ -108,7 +108,7 @@ class Saver:
         self.count = 0
         self.parts: list[Part] | None = None  # what this rank writes; None before prepare()
         self.staging: Staging | None = None
-        self.save: Save | None = None  # the one that finished() has not returned yet
+        self.save: Save | None = None  # the one that completed() has not returned yet
         self.thread: threading.Thread | None = None
 
     def prepare(self) -> list[Part]:
@@ -143,7 +143,7 @@ class Saver:
         return not short
 
     def begin(self, progress: Progress, note: str = "", waited: float = 0.0) -> None:
-        """Starts a checkpoint of the run as it is now. finished() must have returned the previous save;
+        """Starts a checkpoint of the run as it is now. completed() must have returned the previous save;
         `waited`: seconds that the loop has waited for that."""
         assert self.save is None, self.save
         parts = self.prepare() if self.parts is None else self.parts
@@ -159,7 +159,7 @@ class Saver:
             self._run(save, list(zip(parts, tensors, strict=True)))
         save.blocked_seconds = waited + time.monotonic() - save.began
 
-    def finished(self, wait: float | None = 0.0) -> Save | None:
+    def completed(self, wait: float | None = 0.0) -> Save | None:
         """The save in progress, returned once, if it is complete within `wait` seconds (None: waits as long
         as it takes). Raises RunError if it failed."""
         if self.thread:

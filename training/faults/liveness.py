@@ -29,7 +29,7 @@ from common.connections import accept_ranks, hold, listen
 from common.processes import is_running
 from training.process.exit_status import within
 from training.process.launch import is_launched, launch_info, machine_number, machine_size, store_address
-from training.process.world import NO_LIMIT, another_connection, meet, wait_until_a_torchrun_leaves
+from training.process.world import NO_LIMIT, another_connection, meet, wait_until_a_torchrun_ends
 
 log = logging.getLogger("nanomfu")
 
@@ -66,7 +66,7 @@ class Liveness:
         self.last: dict[int, bytes] = {}  # its progress then
         self.lost: set[int] = set()  # ranks whose connection to this one is closed
         self.over: str | None = None  # the first reason that any rank gave to end all
-        self.a_torchrun_has_left = False  # known to rank 0 alone
+        self.a_torchrun_has_ended = False  # known to rank 0 alone
         self.broken = False  # whether the connection to the store is closed; it never opens again
         self.store: dist.Store | None = None
         self.met = threading.Event()  # set when there is a store
@@ -103,7 +103,7 @@ class Liveness:
             log.warning(f"rank {self.rank} cannot connect to {host}, port {port}: its end will be seen late")
 
     def _watch_torchruns(self) -> None:
-        self.a_torchrun_has_left = wait_until_a_torchrun_leaves()
+        self.a_torchrun_has_ended = wait_until_a_torchrun_ends()
 
     def wait_for_all(self) -> dist.Store | None:
         """Returns when all ranks have called this: the store through which they can join. The watchdog ends
@@ -127,11 +127,11 @@ class Liveness:
         self.joined = True
         self._find(range(self.size))
 
-    def leave(self) -> None:
+    def end_without_joining(self) -> None:
         """This rank has done its work, without joining."""
         self.met.wait(MEET_TIMEOUT_S if self.size > 1 else 0)
         self._try(lambda store: store.set(f"progress/{self.rank}", ENDED.decode()))
-        self._try(lambda store: store.set("left", self.name(self.rank)))
+        self._try(lambda store: store.set("ended", self.name(self.rank)))
 
     def name(self, rank: int) -> str:
         """As messages name it, with its machine and process."""
@@ -141,10 +141,10 @@ class Liveness:
         numbered = machines > 1 and here * machines == self.size  # as many processes on each machine
         return f"rank {rank} of machine {rank // here}" if numbered else f"rank {rank}"
 
-    def gone(self) -> list[int]:
+    def ended(self) -> list[int]:
         """Ranks whose process has ended, for any reason but that its work is done."""
-        self._find(ended := sorted(self.lost))
-        return [rank for rank in ended if self.joined or self._get(f"progress/{rank}") != ENDED]
+        self._find(lost := sorted(self.lost))
+        return [rank for rank in lost if self.joined or self._get(f"progress/{rank}") != ENDED]
 
     def is_first_here(self) -> bool:
         """Whether no lower rank of this machine is alive, so that this one prints the message."""
@@ -184,14 +184,14 @@ class Liveness:
             return None
         if self.broken:
             return self.store_is_lost()
-        if ready and (left := self._get("left")):
-            return f"{left.decode()} has ended without joining (a dry run?): start all with the same flags"
+        if ready and (ended := self._get("ended")):
+            return f"{ended.decode()} has ended without joining (a dry run?): start all with the same flags"
         watched = self._watched()
         for rank, value in zip(watched, self._read("progress", watched), strict=True):
             before = self.last.get(rank, b"")
             self.last[rank] = value or before
             self.silent[rank] = self.silent[rank] + 1 if self.last[rank] == before else 0
-        if self.a_torchrun_has_left:
+        if self.a_torchrun_has_ended:
             return f"a torchrun has ended before all ranks had joined ({self.late()}); {SAYS_WHY}"
         return None
 
@@ -226,8 +226,8 @@ class Liveness:
         """The first that any rank gave, or a rank that has ended without one."""
         if not self.over and (reason := self._get("over")):
             self.over = reason.decode()
-        if not self.over and (gone := self.gone()):
-            self.over = self.end_all(f"{self._names(gone)} has ended")
+        if not self.over and (ended := self.ended()):
+            self.over = self.end_all(f"{self._names(ended)} has ended")
         return self.over
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
+from training.faults.consensus import Consensus
 from training.faults.watchdog import Watchdog
 from training.process.work_timer import WorkTimer
 from training.process.world import World
@@ -31,23 +33,30 @@ def make_work_timer(config: TrainConfig, world: World, watchdog: Watchdog) -> Wo
 class Stragglers:
     """Each rank tells the others how long its own work takes; rank 0 logs which ranks are slow."""
 
-    def __init__(self, timer: WorkTimer | None, world: World, watchdog: Watchdog, record: RunRecord | None):
-        self.timer, self.watchdog, self.record = timer, watchdog, record
+    def __init__(
+        self,
+        timer: WorkTimer | None,
+        world: World,
+        consensus: Consensus,
+        name: Callable[[int], str],
+        record: RunRecord | None,
+    ):
+        """name: of a rank, for messages."""
+        self.timer, self.consensus, self.name, self.record = timer, consensus, name, record
         self.detector = StragglerDetector(world.size) if world.is_main else None
 
     def check(self, iteration: int) -> None:
         """In every iteration. All ranks. Does not wait: the answers come from an earlier iteration."""
         if self.timer is None:
             return
-        consensus = self.watchdog.consensus
-        consensus.ask("own_seconds", self.timer.seconds())
+        self.consensus.ask("own_seconds", self.timer.seconds())
         if self.detector is None:
             return
-        for rank, kind, own, median in self.detector.changes(consensus.by_rank("own_seconds")):
+        for rank, kind, own, median in self.detector.changes(self.consensus.by_rank("own_seconds")):
             is_slow = kind == "straggler"
             what = "is a straggler, the others wait for it" if is_slow else "is no straggler any more"
-            name = self.watchdog.liveness.name(rank)
-            log.warning(f"{name} {what}: {own:.0f} ms of own work an iteration; the median rank {median:.0f}")
+            times = f"{own:.0f} ms of own work an iteration; the median rank {median:.0f}"
+            log.warning(f"{self.name(rank)} {what}: {times}")
             if self.record is not None:
                 self.record.add_event(iteration, kind, rank=rank, own_ms=own, median_ms=median)
 

@@ -80,14 +80,14 @@ class Stopped(Exception):
 
 
 class Watchdog:
-    """Entered in a run's first second; meet() before the ranks join and join() after, check() in every
-    iteration."""
+    """Entered in a run's first second; begin() with its settings, meet() before the ranks join and join()
+    after, complete_at_end() with its record, check() in every iteration."""
 
-    def __init__(self, config: TrainConfig | None = None):
-        self.config = config or TrainConfig()  # its limits are the defaults until the run's are known
+    def __init__(self) -> None:
+        self.config = TrainConfig()  # whose limits are the defaults, until begin()
         self.liveness = Liveness()
-        self._consensus: Consensus | None = None
-        self.logger: Logger | None = None  # its record is completed if the watchdog ends the process
+        self.consensus: Consensus | None = None  # until join()
+        self.logger: Logger | None = None  # until complete_at_end()
         self.iteration, self.phase = -1, "starting"
         self.patient = True  # whether start_timeout_minutes applies
         self.cpu_seconds = 0.0  # that this process had used at the last tick
@@ -132,7 +132,7 @@ class Watchdog:
             self.wakeup.send(b"\0")
         self.thread.join(THREAD_TIMEOUT_S)  # first, as it publishes this rank's progress
         if not error and not self.liveness.joined:
-            self.liveness.leave()
+            self.liveness.end_without_joining()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.handlers_before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -143,21 +143,24 @@ class Watchdog:
         if reason:
             raise OtherRankFailed(reason) from error
 
+    def begin(self, config: TrainConfig) -> None:
+        """From here on, the run's own limits count, and traces go to its folder."""
+        self.config = config
+
     def meet(self) -> dist.Store | None:
         """Waits until all ranks are ready to join. All ranks."""
         with self.during(WAITING):
             return self.liveness.wait_for_all()
 
-    def join(self, world: World) -> None:
+    def join(self, world: World) -> Consensus:
         """All ranks, after they have joined."""
-        self._consensus = Consensus(world)
-        self.stalled_seconds = 0.0
+        self.consensus, self.stalled_seconds = Consensus(world), 0.0
         self.liveness.join()
+        return self.consensus
 
-    @property
-    def consensus(self) -> Consensus:
-        assert self._consensus, "join() comes first"
-        return self._consensus
+    def complete_at_end(self, logger: Logger) -> None:
+        """Its record is completed if the watchdog ends the process."""
+        self.logger = logger
 
     def check(self, iteration: int | None = None, at_once: bool = False) -> None:
         """Called before every iteration, and between the steps of a long task. All ranks tell each other what
@@ -168,6 +171,7 @@ class Watchdog:
             self.iteration, self.phase = iteration, "training"
             self.patient = iteration < self.first + PATIENT_ITERATIONS
         self.stalled_seconds = 0.0
+        assert self.consensus, "join() comes first"
         self.consensus.exchange(at_once)
         if number := int(self.consensus.answer("stop")):
             raise Stopped(number, self.iteration)
@@ -230,11 +234,11 @@ class Watchdog:
         self.liveness.publish(ticks, self.iteration, self.phase)
         reason = self.liveness.reason_to_end() or self.liveness.why_not_all_join(self.phase == WAITING)
         if reason and not self.closed.is_set():
-            self._leave(self.liveness.end_all(reason))
+            self._leave_because(self.liveness.end_all(reason))
         if not self.liveness.joined:
             self._look_at_start()
         if is_launched() and os.getppid() != self.launcher and not self.stop_asked_at:
-            within(SAY_TIMEOUT_S, log.warning, "torchrun is gone: ending after this iteration")
+            within(SAY_TIMEOUT_S, log.warning, "torchrun has ended: stopping after this iteration")
             self._handle_signal(signal.SIGTERM, "has lost its torchrun")
         minutes = self.config.start_timeout_minutes if self.patient else self.config.timeout_minutes
         is_limited = self.config.timeout_minutes and minutes  # 0: never
@@ -276,10 +280,11 @@ class Watchdog:
         if number == signal.SIGINT and is_second and self.final_status is None:
             print_last("interrupted again: ending without a checkpoint")
             self._leave_with("interrupted", 128 + number)
+        assert self.consensus, "join() comes before an iteration"
         self.consensus.ask("stop", number)
         if not self.stop_asked_at:
             self.stop_asked_at = time.monotonic()
-            within(SAY_TIMEOUT_S, log.info, f"{name}: ending after this iteration")
+            within(SAY_TIMEOUT_S, log.info, f"{name}: stopping after this iteration")
 
     def _end_hanging_run(self, minutes: float, ticks: int) -> None:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
@@ -296,9 +301,9 @@ class Watchdog:
         reason = f"{what}: {place}; {files}"
         is_cause = self.liveness.end_all(reason) == reason
         self.liveness.continue_stopped()
-        self._leave(reason, is_cause)
+        self._leave_because(reason, is_cause)
 
-    def _leave(self, reason: str, is_cause: bool = False) -> None:
+    def _leave_because(self, reason: str, is_cause: bool = False) -> None:
         """Ends this process because of another one, unless the main thread has an error of its own."""
         if is_cause:
             tell_launcher(reason)

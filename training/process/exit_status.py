@@ -3,7 +3,16 @@
 Once it is decided that the process ends, a disk may be full, a reader of our output dead and the launcher
 stopped. So every write from there on goes through within(), and os._exit follows in any case.
 
-0 completed · 1 failed · 2 an error that the user can fix · 128 + n stopped by signal n, after saving
+0 complete · 1 failed · 2 an error that the user can fix · 128 + n stopped by signal n, after saving
+
+The words for an end, in names and messages, and the record's status where a run has one:
+
+complete  all of it was done, or is written: a run ("completed"), its record, a checkpoint
+stop      a run was asked to end, and all ranks do after the same iteration ("interrupted")
+fail      an error of a rank ends the run ("failed")
+end       a process is over, whatever the reason ("killed", if its record still says "running")
+leave     this process ends at once, and no destructor runs
+close     an object gives back what it holds, however the run ended
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> 
     return dist.PrefixStore(name, store)
 
 
-def wait_until_a_torchrun_leaves() -> bool:
+def wait_until_a_torchrun_ends() -> bool:
     """Returns True once a torchrun of this run has ended for good. False if that is not known: torchruns keep
     a membership with --rdzv_backend=c10d alone, and only their command line says where."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint

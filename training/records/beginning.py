@@ -56,9 +56,10 @@ def begin_record(
     resume: Resume,
     pretrained: dict[str, Any] | None,
     progress: Progress,
+    clock: Clock,
 ) -> Logger:
     """The logger of this attempt, whose record is at `path`; rank 0 has the record. `progress`: where this
-    process begins. All ranks."""
+    process begins; `clock`: of the log rows, the first of which begins now. All ranks."""
     monitor = watch_gpus(world)
     info = startup_info(config, world.size, setup, describe_hardware(world.device))
     support = setup.low_precision.get("low_precision", {}).get("support")
@@ -72,5 +73,5 @@ def begin_record(
         if names := tracker_names(config):
             record.save(at_once=True)
             follower = Follower(names, path)
-    clock = Clock(world.device)
+    clock.lap()
     return Logger(config, world, record, clock, setup.peak, info, progress, monitor, follower)

@@ -102,7 +102,7 @@ class Profiler:
         if self.began is not None:
             self._mark(iteration)
             if number == window.iterations.stop:
-                self._finish(window, self.began)
+                self._close(window, self.began)
 
     def _mark(self, iteration: int) -> None:
         """Shows in the trace where an iteration begins: a GPU's stream gets a kernel that nothing else
@@ -113,7 +113,7 @@ class Profiler:
             with record_function(MARK.format(iteration)):
                 pass
 
-    def _finish(self, window: Window, began: float) -> None:
+    def _close(self, window: Window, began: float) -> None:
         with self.clock.paused():
             seconds = time.perf_counter() - began  # the device has done everything
             self.trace.stop_trace()

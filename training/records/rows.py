@@ -293,7 +293,7 @@ class Logger:
         if self.config.loss_targets and not self.config.eval_only:
             self.summary["loss_targets"] = describe_targets(self.content)
         try:
-            self.record.finish(status, self.summary)  # before all other output, which may fail or block
+            self.record.close(status, self.summary)  # before all other output, which may fail or block
         finally:
             self._draw(lambda bar: bar.close())
             self.monitor.close()

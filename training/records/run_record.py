@@ -107,7 +107,7 @@ class RunRecord:
         """Adds what is in no log row: bad numbers, a straggler, a fault that the run survived."""
         self.add("events", {"iter": iteration, "kind": kind, **facts})
 
-    def finish(self, status: str, summary: dict) -> None:
+    def close(self, status: str, summary: dict) -> None:
         """The end of the record. Raises RunError if the JSON cannot be written."""
         end = {"status": status, "end_time": _now()}
         self.fields.update(**end, summary=summary)

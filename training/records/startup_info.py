@@ -14,7 +14,6 @@ from training.batches.sources import RunData, describe_data
 from training.checkpoints.resume import Resume
 from training.configuration.choices import find
 from training.configuration.keys import ROOT, TrainConfig
-from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
@@ -40,6 +39,7 @@ class Setup:
     attention: dict[str, Any]
     memory: dict[str, Any]  # what fits: micro_batch, estimated_memory_gb, warnings
     low_precision: dict[str, Any] = field(default_factory=dict)
+    cuda_graphs: dict[str, str | None] = field(default_factory=dict)  # asked, used, reason; it may change
 
 
 def startup_info(
@@ -50,10 +50,8 @@ def startup_info(
     model_config = config.model_config()
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
-    obstacle = cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
     backend, asked = find("ffn_backend", config.ffn_backend), config.ffn_backend
     feed_forward = {"ffn_backend": {"used": asked, "line": line}} if (line := backend.describe()) else {}
-    graphs = {"cuda_graphs": {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}}
     return {
         "model": {
             "total_params": counts["total"],
@@ -75,7 +73,7 @@ def startup_info(
         "attention": attention,
         **feed_forward,
         **describe_fusion(config),
-        **(graphs if obstacle else {}),
+        **({"cuda_graphs": setup.cuda_graphs} if setup.cuda_graphs else {}),
         "flops": setup.flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "micro_batch": setup.memory["micro_batch"],
