@@ -18,6 +18,7 @@ from support.records import add_row, add_rows, iterations, journal_of, row
 
 from common.errors import RunError
 from common.run_records import load_record
+from training.process import console
 from training.process.console import start_logging
 from training.records import run_record as record_module
 from training.records.attempts import find_history
@@ -257,13 +258,10 @@ def test_full_disk_under_the_log_is_one_warning_and_later_messages_are_written(t
     path = tmp_path / "run.log"
     log = logging_to(path, monkeypatch, io.StringIO())
     log.info("before")
-    handler = log.handlers[-1]
-    monkeypatch.setattr(handler, "_open", Full)
-    handler.abandon()
-    for i in range(5):
-        log.info("lost %d", i)
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with monkeypatch.context() as patch:
+        patch.setattr(console.os, "write", full_disk)
+        for i in range(5):
+            log.info("lost %d", i)
     log.info("after")
     assert path.read_text() == "before\nafter\n"
     assert capfd.readouterr().err.count("No space left on device") == 1

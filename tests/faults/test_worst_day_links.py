@@ -12,7 +12,7 @@ from support.faults import saved_steps
 from torch._C import _distributed_c10d as c10d
 
 from training.faults import traces
-from training.process.console import _LogFile
+from training.process.console import LogFile
 from training.process.world import _record_collectives
 from training.records import beginning, run_record
 
@@ -108,13 +108,13 @@ def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
 
 
 def test_a_log_that_was_replaced_by_a_link_is_not_opened_again(tmp_path):
-    handler, path = _LogFile(tmp_path / "run.log", delay=True), tmp_path / "run.log"
-    handler.stream = handler._open()
-    handler.abandon()
+    handler, path = LogFile(tmp_path / "run.log"), tmp_path / "run.log"
+    handler.write("one\n")
+    handler.close()
     path.unlink()
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(OSError):
-        handler._open()
+        handler.write("two\n")
     assert not (tmp_path / "outside").exists()
 
 

@@ -8,7 +8,6 @@ tried again. What comes from a file or a library cannot steer the terminal.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -22,93 +21,69 @@ from training.process.redaction import redact
 log = logging.getLogger("nanomfu")
 
 
-class _Redacting(logging.Formatter):
-    def format(self, entry: logging.LogRecord) -> str:
-        return plain(redact(super().format(entry)))
+class Console(logging.Handler):
+    """Writes above the progress bar instead of through it. Of failed writes, the first is a warning."""
 
-
-class _Patient:
-    """A handler that survives failed writes: it warns once on stderr, and tries again with the next
-    message."""
-
+    name_in_warning = "to the console"
     warned = False
-
-    def handleError(self, entry: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        self.abandon()
-        if not self.warned:
-            self.warned = True
-            with contextlib.suppress(OSError, ValueError):
-                print(
-                    f"warning: could not write {self}: {error}; training goes on", file=sys.stderr, flush=True
-                )
-
-    def abandon(self) -> None:
-        """Drops a half-written message."""
-
-
-class _AboveBar:
-    """Standard output, above the progress bar instead of through it."""
-
-    def write(self, text: str) -> int:
-        tqdm.write(text, file=sys.stdout, end="")
-        return len(text)
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
-class _Console(_Patient, logging.StreamHandler):
-    def __init__(self) -> None:
-        super().__init__(_AboveBar())
-
-    def __str__(self) -> str:
-        return "to the console"
-
-
-class _LogFile(_Patient, logging.FileHandler):
-    """Creates the file, and never opens one that others have put in its place."""
-
-    created = False
-
-    def _open(self) -> io.TextIOWrapper:
-        create = 0 if self.created else os.O_CREAT | os.O_EXCL
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | create
-        stream = open(os.open(self.baseFilename, flags, 0o666), "a", encoding="utf-8", errors="replace")
-        self.created = True
-        return stream
 
     def emit(self, entry: logging.LogRecord) -> None:
         try:
-            super().emit(entry)
-        except OSError:  # it could not be opened
-            self.handleError(entry)
+            self.write(plain(redact(self.format(entry))) + "\n")
+        except (OSError, ValueError) as error:
+            if not self.warned:
+                self.warned = True
+                with contextlib.suppress(OSError, ValueError):
+                    text = f"warning: could not write {self.name_in_warning}: {error}; training goes on"
+                    print(text, file=sys.stderr, flush=True)
 
-    def abandon(self) -> None:
-        """Closes the file; the next message opens it again."""
-        stream, self.stream = self.stream, None
-        with contextlib.suppress(OSError, ValueError):
-            if stream is not None:
-                stream.close()
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stdout, end="")
+        sys.stdout.flush()
 
-    def __str__(self) -> str:
-        return self.baseFilename
+
+class LogFile(Console):
+    """Creates the file with the first message, and never opens one that others have put in its place."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.name_in_warning = path, str(path)
+        self.descriptor: int | None = None
+        self.flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL
+
+    def write(self, text: str) -> None:
+        if self.descriptor is None:
+            self.descriptor = os.open(self.path, self.flags, 0o666)
+            self.flags &= ~(os.O_CREAT | os.O_EXCL)
+        content = text.encode("utf-8", "replace")
+        try:
+            if os.write(self.descriptor, content) != len(content):
+                raise OSError("No space left on device")
+        except OSError:  # the next message opens it again
+            self.close()
+            raise
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, None
+        with contextlib.suppress(OSError):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def start_logging(log_path: Path | None, console: bool = True) -> None:
     """Sends the 'nanomfu' logger to the console and to log_path. Without either, messages go nowhere."""
+    for handler in log.handlers:
+        handler.close()
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.INFO)
-    log.addHandler(_Console() if console else logging.NullHandler())
+    log.addHandler(Console() if console else logging.NullHandler())
     if log_path is not None:
-        log.addHandler(_LogFile(log_path, delay=True))
-    for handler in log.handlers:
-        handler.setFormatter(_Redacting())
+        log.addHandler(LogFile(log_path))
 
 
 def write_to_log_file(message: str) -> None:
     """Writes to the file alone: a message that the console got in another way, such as a run's last error."""
     for handler in log.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.emit(logging.makeLogRecord({"msg": message}))
+        if isinstance(handler, LogFile):
+            handler.handle(logging.makeLogRecord({"msg": message}))
