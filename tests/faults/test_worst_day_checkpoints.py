@@ -102,44 +102,24 @@ def edited(path: Path, field: str, value: object) -> None:
     path.write_text(json.dumps(content))
 
 
-WRONG_FIELDS = {
-    "iteration": [-5, 1e30, True, ..., 7],
-    "samples_seen": [-1, 2**60, 1.5],
-    "world_size": [0],
-    "val_loss": ["low", ...],
-    "best_val_loss": [float("nan"), 10**400],
-    "format": ["2", ...],
-    "config": [[]],
-    "config.batch_size": [0, {"a": 1}],
-    "config.gradient_accumulation_steps": ["1"],
-    "config.seed": [json.loads(DEEP)],
-    "config.dataset": [...],
-    "model_config": [None],
+WRONG_FIELDS = {  # of their types (test_changed_files.py), and yet not of a run's checkpoint
+    "iteration": [7],
+    "val_loss": ["low"],
+    "config.batch_size": [{"a": 1}],
     "model_config.colour": ["red"],
-    "model_config.n_layer": ["1", 10**9, 2],
+    "model_config.n_layer": [10**9, 2],
     "model_config.n_embd": [2**52],
     "model_config.n_head": [3],
-    "model_config.head_dim": ["16", 10**12],
-    "model_config.qkv_bias": [1],
+    "model_config.head_dim": [10**12],
     "model_config.rope_scaling": [
-        *("linear", [1], {"a": {"b": 1}}, {"rope_type": "linear", "factor": {"a": 1}}),
-        *(
-            {"rope_type": "linear", **more}
-            for more in ({"factor": 1e300}, {"factor": 2.0, "rope_scaling": {}})
-        ),
+        *("linear", {"a": {"b": 1}}, {"rope_type": "linear", "factor": 1e300}),
+        {"rope_type": "linear", "factor": 2.0, "rope_scaling": {}},
     ],
-    "model_config.bias": [1],
-    "model_config.norm_eps": [float("nan")],
     "model_config.block_size": [2**40],
     "model_config.vocab_size": [65],
-    "data": [..., []],
-    "data.sha256": [5],
-    "data.tokenizer": [[]],
-    "data.splits": [{"train": ["train.bin"]}, {"train": {"train.bin": {"tokens": 1}}}],
+    "data.splits": [{"train": {"train.bin": {"tokens": 1}}}],
     "data.sources": [[7]],
-    "data.packings": [[]],
-    "run": [["../secret"]],
-    "tensors": [7, {"model.embed.weight": 1}, {"x": "F32 ()"}, {f"optimizer.{WEIGHT}.step": "F32 (1,)"}],
+    "tensors": [{"x": "F32 ()"}, {f"optimizer.{WEIGHT}.step": "F32 (1,)"}],
 }
 
 
@@ -154,34 +134,14 @@ def test_a_wrong_field_of_state_json_is_damage(root, field, value):
     assert_older_one_is_used(root, "")
 
 
-@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-@pytest.mark.parametrize(
-    "text", ["", "[]", "null", "{", DEEP, "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff"]
-)
-def test_text_that_is_no_object_is_damage(root, name, text):
-    (newest(root) / name).write_text(text, encoding="latin-1")
-    if name != "manifest.json":
-        sign(newest(root))
-    assert_older_one_is_used(root, name)
-
-
 ENTRY = {"sha256": "0" * 64, "bytes": 1}
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        7,
-        {},
-        {"state.json": {**ENTRY, "bytes": True}},
-        {"state.json": {**ENTRY, "sha256": "0"}},
-        *({"state.json": ENTRY, name: ENTRY} for name in ("a\0b", "..", "../state.json", "/etc/x", "a/b")),
-    ],
-    ids=repr,
-)
-def test_a_manifest_of_other_things_is_damage(root, files):
+@pytest.mark.parametrize("name", ["a\0b", "..", "../state.json", "/etc/x", "a/b", "manifest.json", ""])
+def test_a_manifest_that_leads_out_of_its_folder_is_damage(root, name):
+    files = {"state.json": ENTRY, name: ENTRY}
     (newest(root) / "manifest.json").write_text(json.dumps({"files": files}))
-    assert_older_one_is_used(root, "manifest.json does not list a checkpoint's files")
+    assert_older_one_is_used(root, "manifest.json is damaged: a name in files is ")
 
 
 def test_a_manifest_of_very_many_files_names_the_first_that_are_missing(root):
@@ -198,8 +158,7 @@ def test_a_special_file_is_damage(root, name, kind):
     replace(newest(root) / name, kind)
     found = resume(root)
     assert found.checkpoint.name == "step-00000001"
-    is_followed = name == "manifest.json" or kind == "dangling link"  # other links are not
-    assert f"{name} {'cannot be read' if is_followed else 'is missing'}" in found.renamed[0]["problem"]
+    assert name in found.renamed[0]["problem"]
 
 
 @pytest.mark.parametrize("name", ["step-00000009", "step-\N{SUPERSCRIPT TWO}", "step-" + "9" * 30])

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file
 from support.helpers import TINY, make_dataset, write_config
 
-from training.pretrained.names import in_pairs
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may ask the hub
 VOCAB, T = 64, 32
 SIZES = dict(
@@ -134,7 +132,7 @@ def gather(found: list, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         if not piece.is_zero:
             tensor = theirs[piece.name]
             rows.setdefault(piece.ours, []).append(tensor.t() if piece.transposed else tensor)
-    pairs = in_pairs(found)
+    pairs = {piece.ours for piece in found if piece.rows.step == 2}
     return {
         name: torch.stack(parts, dim=1).flatten(0, 1) if name in pairs else torch.cat(parts)
         for name, parts in rows.items()

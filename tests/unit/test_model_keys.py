@@ -10,7 +10,7 @@ from common.errors import UserError
 from model import rotary_angles
 from model_builder import build_model
 from model_config import model_config
-from training.checkpoints.saved_state import _model_config
+from training.checkpoints.saved_state import read_model_config
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.dry_run import dry_run
@@ -140,7 +140,7 @@ def test_a_checkpoint_from_before_the_keys_describes_the_same_model():
     old = config.to_dict()
     for name in ("head_dim", "qkv_bias", "rope_scaling"):
         del old[name]
-    assert _model_config(old) == config
+    assert read_model_config(old) == config
 
 
 # --- what is said of them ---

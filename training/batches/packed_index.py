@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from common.durable_file import sync, write_json
-from common.json_file import open_regular, read_json
+from common.json_file import open_regular
+from common.schema import Count, Sha256, naming, read
 
 INDEX_BYTES = 1 << 28  # no index.json is larger: it has about a hundred bytes for each token file
 READ_BYTES = 1 << 24
-COUNTS = ("windows", "documents", "tokens_kept", "tokens_cut_off")
 
 
-class DamagedIndex(ValueError):
-    """The message says in which way."""
+@dataclass(frozen=True)
+class PackedIndex:
+    stamp: list[Any]  # of the token files
+    windows: Count
+    documents: Count
+    tokens_kept: Count
+    tokens_cut_off: Count
+    share_padded: float
+    sha256: Sha256
 
 
 def write_index(folder: Path, stamp: list, description: dict) -> None:
@@ -31,23 +40,22 @@ def write_index(folder: Path, stamp: list, description: dict) -> None:
 
 def read_index(folder: Path, stamp: list, hashes: bool) -> dict | None:
     """index.json's content without the stamp; None if there is none for tokens with this stamp. Raises
-    DamagedIndex. hashes: reads windows.bin and pieces.bin, too. What they say is checked where it is used."""
-    if not os.path.lexists(folder / "index.json"):
+    UserError. hashes: reads windows.bin and pieces.bin, too. What they say is checked where it is used."""
+    path = folder / "index.json"
+    if not os.path.lexists(path):
         return None
-    try:
-        index = read_json(folder / "index.json", INDEX_BYTES)
-        if index.get("stamp") != stamp:
-            return None
+    index = asdict(read(PackedIndex, path, INDEX_BYTES))
+    if index.pop("stamp") != stamp:
+        return None
+    with naming(path):
         for name, size in _sizes(index).items():
             with open_regular(folder / name) as file:
                 found = os.fstat(file.fileno()).st_size
             if found != size:
-                raise DamagedIndex(f"{name} has {found:,} bytes instead of {size:,}")
-        if not isinstance(index["sha256"], str) or hashes and _hash(folder, index) != index["sha256"]:
-            raise DamagedIndex("windows.bin and pieces.bin have another hash")
-        return {key: index[key] for key in (*COUNTS, "share_padded", "sha256")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedIndex(str(error) or type(error).__name__) from None
+                raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
+        if hashes and _hash(folder, index) != index["sha256"]:
+            raise ValueError("windows.bin and pieces.bin have another hash")
+    return index
 
 
 def _sizes(description: dict) -> dict[str, int]:

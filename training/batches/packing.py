@@ -22,7 +22,7 @@ from common.durable_file import create, sync_folder
 from common.errors import RunError, UserError
 from ops.documents import START
 from training.batches.document_starts import DocumentStarts
-from training.batches.packed_index import DamagedIndex, read_index, write_index
+from training.batches.packed_index import read_index, write_index
 from training.batches.random_access import read_bytes
 from training.batches.windows import Windows
 
@@ -105,7 +105,7 @@ def pack_documents(
         if index := read_index(final, stamp, hashes):
             return final, index
         log.warning("Packing the documents of %s into windows of %s tokens, once", folder / split, block_size)
-    except DamagedIndex as error:
+    except UserError as error:
         log.warning("%s is damaged or of an older version (%s): packing the documents again", final, error)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{final.name}.tmp-", dir=folder) as temporary:
@@ -120,7 +120,7 @@ def pack_documents(
         index = read_index(final, stamp, hashes=False)
         assert index is not None, final
         return final, index
-    except (OSError, DamagedIndex) as error:
+    except OSError as error:
         raise UserError(
             f"packing='truncate' keeps which documents share a window in {final}, which cannot be written "
             f"({error}); make the folder writable, or use packing='stream'"
@@ -130,7 +130,7 @@ def pack_documents(
 def _is_made(folder: Path, stamp: list) -> bool:
     try:
         return read_index(folder, stamp, hashes=True) is not None
-    except DamagedIndex:
+    except UserError:
         return False
 
 

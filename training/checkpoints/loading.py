@@ -9,10 +9,9 @@ from typing import TypeVar
 import torch
 
 import model_builder
-from common.errors import UserError
 from model import Attend, Transformer, manual_attention
 from training.checkpoints.folder import find_checkpoint
-from training.checkpoints.saved_state import SavedState, read_state
+from training.checkpoints.saved_state import SavedState, UnknownFormat, read_state
 from training.checkpoints.tensor_files import Part, Place
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import WEIGHT, Progress, TrainState, whole_parts
@@ -45,7 +44,7 @@ def _load_state(
     tensors = state.parts()
     if without_optimizer:
         tensors = {part: tensor for part, tensor in tensors.items() if part.name.startswith(WEIGHT)}
-    _load(folder, reader, tensors | whole_parts(optional))
+    reader.load_all(tensors | whole_parts(optional), folder)
     return saved, optional
 
 
@@ -64,9 +63,8 @@ def load_weights(
     """Loads only the weights of a verified checkpoint, into one process's model. Raises UserError."""
     saved, reader = _open(folder)
     model = model_builder.build_model(saved.model_config, attend).init_weights(device, seed=0)
-    _load(
-        folder, reader, whole_parts({f"{WEIGHT}{name}": p.detach() for name, p in model.named_parameters()})
-    )
+    weights = {f"{WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
+    reader.load_all(whole_parts(weights), folder)
     return saved, model
 
 
@@ -87,15 +85,7 @@ def _checked(folder: Path, action: Callable[..., Result], *arguments: object) ->
     """action(*arguments), which reads this checkpoint. Raises UserError if it finds damage."""
     try:
         return action(*arguments)
-    except UserError:
+    except UnknownFormat:
         raise
     except (ValueError, OSError) as error:
         raise damaged(folder, [str(error)]) from error
-
-
-def _load(folder: Path, reader: TensorFiles, tensors: dict[Part, torch.Tensor]) -> None:
-    try:
-        for part, tensor in tensors.items():
-            reader.load(part, tensor)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error

@@ -7,13 +7,13 @@ The hash of state.json in the manifest proves nothing of this kind: whoever can 
 from __future__ import annotations
 
 import re
-import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args, get_type_hints
+from typing import Any
 
 from common.errors import UserError
 from common.json_file import read_json
+from common.schema import Plain, Positive, naming, parse
 from model_config import ModelConfig
 from training.checkpoints.train_state import Progress
 from training.configuration.other_names import todays_settings
@@ -25,8 +25,6 @@ HALVES_FORMAT = 2
 FORMATS = (HALVES_FORMAT, 3, 4, FORMAT)
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset
-MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
-PLAIN = str, int, float, bool, type(None)  # types of values that can be compared and shown
 STEP = re.compile(r"step-([0-9]{1,16})")  # the name of a checkpoint's folder
 
 
@@ -38,8 +36,10 @@ class UnknownFormat(UserError):
 class SavedState(Progress):
     """What a checkpoint says of the run that saved it, besides where that stood."""
 
-    format: int  # of the checkpoint
-    world_size: int
+    best_val_loss: float | None = field()  # every version has saved these two
+    val_loss: float | None = field()
+    format: Positive  # of the checkpoint
+    world_size: Positive
     config: dict[str, Any]  # settings: numbers, text, booleans, null, and rope_scaling's object of them
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
@@ -50,6 +50,61 @@ class SavedState(Progress):
     tensors: dict[str, str] = field(default_factory=dict)
 
 
+# --- what is checked of the objects in it, which stay as they are in the file ---
+
+
+@dataclass
+class _Settings:
+    batch_size: Positive
+    gradient_accumulation_steps: Positive
+    dataset: str
+
+
+@dataclass
+class _Tokenizer:
+    name: str | None
+    sha256: str | None
+
+
+@dataclass
+class _TokenFile:
+    tokens: Plain
+    sha256: Plain
+    probe: Plain
+
+
+@dataclass
+class _Source:
+    """As training/batches/fingerprint.py makes it."""
+
+    tokenizer: _Tokenizer
+    splits: dict[str, dict[str, _TokenFile]]
+    packings: dict[str, str] = field(default_factory=dict)
+    dtype: Plain = None
+    vocab_size: Plain = None
+    eot_id: Plain = None
+    weight: Plain = None
+
+
+@dataclass
+class _Data:
+    sha256: str
+
+
+@dataclass
+class _Pretrained:
+    """As training/pretrained/folder.py describes weights; what their config.json says is checked there."""
+
+    source: str
+    files: dict[str, _Data]
+    config: dict[str, Any]
+    commit: str | None = None
+    generation: dict[str, Any] = field(default_factory=dict)  # older checkpoints lack it
+
+
+# --- reading ---
+
+
 def step_number(folder: Path) -> int | None:
     """The iteration in the name of a checkpoint's folder; None if it is no such name."""
     match = STEP.fullmatch(folder.name)
@@ -57,149 +112,49 @@ def step_number(folder: Path) -> int | None:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The path of a checkpoint's file, for whoever reads it. Raises ValueError if it leads elsewhere: if the
+    """The path of a checkpoint's file, for whoever reads it. Raises UserError if it leads elsewhere: if the
     file or the folder is a link (docs/security.md)."""
     for path in (folder, folder / name):
         if path.is_symlink():
-            raise ValueError(f"{path.name} is a link, which is not followed; put a copy in its place")
+            raise UserError(f"{path} is a link, which is not followed; put a copy in its place")
     return folder / name
 
 
 def read_state(folder: Path) -> SavedState:
-    """Raises UnknownFormat, or ValueError if state.json is missing or not what a run writes."""
-    try:
-        content = read_json(file_of(folder, STATE), MAX_BYTES)
-        return _parse(content, folder)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{STATE} cannot be read ({error})") from None
-
-
-# --- its fields. tuple: types · int: a whole number from it · dict: an object · Each: one of such fields ---
-
-
-class Each(NamedTuple):
-    kind: Any
-
-
-class Optional(NamedTuple):
-    """A field that may be missing."""
-
-    kind: Any
-
-
-LOSS = (int, float, type(None))
-LARGEST = sys.float_info.max  # a JSON file may have NaN, and larger whole numbers
-TEXT = (str, type(None))
-SOURCE = {  # as training/batches/fingerprint.py makes it
-    "tokenizer": {"name": TEXT, "sha256": TEXT},
-    **dict.fromkeys(("dtype", "vocab_size", "eot_id", "weight"), Optional(PLAIN)),
-    "splits": Each(Each(dict.fromkeys(("tokens", "sha256", "probe"), PLAIN))),
-    "packings": Optional(Each((str,))),
-}
-WEIGHTS = {  # as training/pretrained/folder.py describes them; older checkpoints lack `generation`
-    "source": (str,),
-    "commit": Optional(TEXT),
-    "files": Each({"sha256": (str,)}),
-    "config": {},  # still to be checked
-    "generation": Optional({}),
-}
-FIELDS = {
-    "iteration": 0,
-    "samples_seen": 0,
-    "best_val_loss": LOSS,
-    "val_loss": LOSS,
-    "world_size": 1,
-    "config": {"batch_size": 1, "gradient_accumulation_steps": 1, "dataset": (str,)},
-    "data": {"sha256": (str,)},
-    "run": (str,),
-    "token": Optional(TEXT),
-    "measure": Optional(TEXT),
-    "measured_since": Optional(0),
-    "tensors": Optional(Each((str,))),
-}
-
-
-def _parse(content: dict[str, Any], folder: Path) -> SavedState:
-    _check("format", content.get("format"), 1)
-    if content["format"] not in FORMATS:
-        known = ", ".join(map(str, FORMATS))
-        raise UnknownFormat(
-            f"{folder} has checkpoint format {content['format']}; this version of nanoMFU reads {known}"
-        )
-    model_config = _settings(content, "model_config")
-    content["config"] = todays_settings(_settings(content, "config"))
-    _check_fields("", content, FIELDS)
-    if content["iteration"] != step_number(folder):
-        raise ValueError(f"iteration={content['iteration']} is not that of {folder.name}")
-    data = content["data"]
-    sources = data.get("sources", [data])
-    _check("data.sources", sources, (list,))
-    for number, source in enumerate(sources):
-        _check(f"data.sources[{number}]" if "sources" in data else "data", source, SOURCE)
-    if content.get("pretrained") is not None:
-        _check("pretrained", content["pretrained"], WEIGHTS)
-    values = {one.name: content[one.name] for one in fields(SavedState) if one.name in content}
-    return SavedState(**{**values, "model_config": _model_config(model_config)})
+    """Raises UnknownFormat, or UserError if state.json is missing or not what a run writes."""
+    path = file_of(folder, STATE)
+    with naming(path):
+        content = read_json(path, MAX_BYTES)
+        version = parse(Positive, content.get("format"), "format")
+        if version not in FORMATS:
+            known = ", ".join(map(str, FORMATS))
+            raise UnknownFormat(
+                f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}"
+            )
+        content["config"] = todays_settings(_settings(content, "config"))
+        content["model_config"] = read_model_config(_settings(content, "model_config"))
+        saved = parse(SavedState, content)
+        if saved.iteration != step_number(folder):
+            raise ValueError(f"iteration is {saved.iteration}, not that of {folder.name}")
+        parse(_Settings, saved.config, "config")
+        parse(_Data, saved.data, "data")
+        is_mixture = "sources" in saved.data
+        parse(list[_Source], saved.data["sources"] if is_mixture else [saved.data], "data.sources")
+        parse(_Pretrained | None, saved.pretrained, "pretrained")
+        return saved
 
 
 def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
     """An object of plain values, which can be compared and shown; rope_scaling is itself such an object."""
-    settings: Any = content.get(name)
-    _check(name, settings, {})
-    for key, value in settings.items():
-        is_object = key == "rope_scaling" and isinstance(value, dict)
-        _check(f"{name}.{key}", value, Each(PLAIN) if is_object else PLAIN)
+    settings = parse(dict[str, Any], content.get(name), name)
+    parse(Plain | dict[str, Plain], settings.get("rope_scaling"), f"{name}.rope_scaling")
+    parse(dict[str, Plain], {**settings, "rope_scaling": None}, name)
     return settings
 
 
-def _check(name: str, value: object, kind: Any) -> None:
-    """Raises ValueError unless the value is of this kind. A bool is no number here."""
-    if isinstance(kind, (Each, dict)):
-        _check_types(name, value, dict)
-        found = cast("dict", value)
-        _check_fields(f"{name}.", found, kind if isinstance(kind, dict) else dict.fromkeys(found, kind.kind))
-    elif isinstance(kind, int):
-        _check_types(name, value, int)
-        if not kind <= cast("int", value) < MAX_COUNT:
-            raise ValueError(f"{name}={_shown(value)} is not from {kind} to 2^53")
-    else:
-        _check_types(name, value, *kind)
-        if kind == LOSS and value is not None and not -LARGEST <= cast("float", value) <= LARGEST:
-            raise ValueError(f"{name}={_shown(value)} is not a finite number")
-
-
-def _check_fields(prefix: str, found: dict[str, Any], kinds: dict[str, Any]) -> None:
-    for name, kind in kinds.items():
-        if name in found:
-            _check(prefix + name, found[name], kind.kind if isinstance(kind, Optional) else kind)
-        elif not isinstance(kind, Optional):
-            raise ValueError(f"{prefix}{name} is missing")
-
-
-def _check_types(name: str, value: object, *types: type) -> None:
-    if type(value) not in types:
-        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-        raise ValueError(f"{name} is {_shown(value)}, not {expected}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, (dict, list)):
-        return f"a {type(value).__name__}"
-    return "null" if value is None else repr(value)[:40]
-
-
-def _model_config(saved: dict[str, Any]) -> ModelConfig:
-    """A field that is missing is newer than the checkpoint and has its default."""
-    hints = get_type_hints(ModelConfig)
-    for name, value in saved.items():
-        if name not in hints:
-            raise ValueError(f"model_config.{name} is unknown")
-        if name == "rope_scaling":  # ModelConfig reads and checks it
-            continue
-        types = {*(get_args(hints[name]) or (hints[name],)), type(getattr(ModelConfig, name))}
-        _check_types(f"model_config.{name}", value, *types, *((int,) if float in types else ()))
-        if type(value) in (int, float) and not -MAX_COUNT < value < MAX_COUNT:  # also catches NaN
-            raise ValueError(f"model_config.{name}={_shown(value)} is no size")
-    return ModelConfig(**saved)  # raises ValueError
+def read_model_config(saved: dict[str, Any]) -> ModelConfig:
+    """A field that is missing is newer than the checkpoint and has its default. Raises ValueError."""
+    if unknown := saved.keys() - {one.name for one in fields(ModelConfig)}:
+        raise ValueError(f"model_config.{min(unknown)} is unknown")
+    sizes = parse(ModelConfig, {**saved, "rope_scaling": None}, "model_config")
+    return replace(sizes, rope_scaling=saved.get("rope_scaling"))  # which ModelConfig reads and checks

@@ -13,13 +13,17 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
+from common.errors import UserError
 from common.json_file import parse_object
+from common.schema import Count, naming, parse
 
 SUFFIX = ".safetensors"
 DTYPES = {
@@ -29,12 +33,14 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key in the header; {"version": 1.0} goes with it
-MAX_HEADER = 100 << 20  # bytes
 CHECKED_ROWS = 4096  # of a matrix at a time
 WRITE_CHUNK = 16 << 20  # bytes hashed and written at a time
 
@@ -111,10 +117,6 @@ def _header(parts: list[Part], about: dict) -> bytes:
 # --- reading ---
 
 
-class UnknownDtype(ValueError):
-    """A tensor of a dtype that is not in DTYPES: another program wrote the file."""
-
-
 class Place(NamedTuple):
     """Where a part's bytes are in a file."""
 
@@ -123,45 +125,31 @@ class Place(NamedTuple):
     transposed: bool = False  # the file has the columns of a matrix as rows
 
 
+@dataclass
+class _Offsets:
+    saved_offsets: list[Count]
+
+
 def read_header(path: Path, whole: bool = False) -> dict[Part, Place]:
     """The parts in a file; with `whole`, every tensor in it is one, as in files that others wrote. Raises
-    ValueError if the header is not valid, or points outside the file."""
-    size = path.stat().st_size
+    UserError. The library checks that the tensors fill the file and share no byte."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise ValueError(f"a header of {length:,} bytes")
-            header = parse_object(file.read(length), unique=True)
-        about = header.pop("__metadata__", {})
-        offsets = {} if whole else parse_object(about[OFFSETS].encode())
-        parts, spans = {}, []
-        for name, entry in header.items():
-            begin, end = _numbers(entry["data_offsets"])
-            shape = _numbers(entry["shape"])
-            where = (0,) * len(shape) if whole else _numbers(offsets[name]["saved_offsets"])
-            if whole and isinstance(entry["dtype"], str) and entry["dtype"] not in DTYPES:
-                raise UnknownDtype(f"{name[:100]} is {entry['dtype'][:20]}")
-            part = Part(name, where, shape, DTYPES[entry["dtype"]])
-            fits = end - begin == part.bytes > 0 and 8 + length + end <= size
-            if len(where) != len(shape) or not fits:
-                raise ValueError(f"{name} does not fit its place")
-            parts[part] = Place(path, 8 + length + begin)
-            spans.append((begin, end))
-        spans.sort()
-        if any(begin < end for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
-            raise ValueError("two tensors share bytes")
-        return parts
-    except UnknownDtype:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path.name} is not a file of tensors: {type(error).__name__}: {error}") from None
-
-
-def _numbers(value: list) -> tuple[int, ...]:
-    if not all(type(number) is int and 0 <= number < 2**63 for number in value):
-        raise ValueError(f"{value!r} are not sizes")
-    return tuple(value)
+        with naming(path), safe_open(path, "np") as file:  # "pt" would map the file to be written to, too
+            about = parse_object((file.metadata() or {}).get(OFFSETS, "{}").encode())
+            offsets, parts = parse(dict[str, _Offsets], about, OFFSETS), {}
+            start = path.stat().st_size
+            for name in reversed(file.offset_keys()):  # the last one ends where the file ends
+                entry = file.get_slice(name)
+                shape, dtype = tuple(entry.get_shape()), DTYPES.get(entry.get_dtype())
+                where = (0,) * len(shape) if whole else tuple(offsets[name].saved_offsets)
+                if dtype is None or len(where) != len(shape):
+                    raise ValueError(f"{name[:100]} is {entry.get_dtype()} and {shape}, which is not read")
+                part = Part(name, where, shape, dtype)
+                start -= part.bytes
+                parts[part] = Place(path, start)
+            return parts
+    except (KeyError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged, or no file of tensors: {error}") from None
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

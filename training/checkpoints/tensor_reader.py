@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 import torch
 
+from common.errors import UserError
 from training.checkpoints.tensor_files import Part, Place, mapped
 
 
@@ -28,6 +30,14 @@ class TensorFiles:
         for name in self.halves & self.wholes.keys():
             if not self.wholes[name].shape or self.wholes[name].end % 2:
                 raise ValueError(f"the rows of {name} are not pairs")
+
+    def load_all(self, tensors: dict[Part, torch.Tensor], where: Path) -> None:
+        """load() of each. `where`: the folder that was read. Raises UserError."""
+        try:
+            for part, tensor in tensors.items():
+                self.load(part, tensor)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(f"{where} cannot be loaded: {error}") from error
 
     def load(self, part: Part, tensor: torch.Tensor) -> None:
         """Copies a part of a tensor, its rows from here to there, into `tensor`. Raises ValueError."""
@@ -82,14 +92,10 @@ def _whole(parts: list[Part]) -> Part:
     first = parts[0]
     if len(parts) > 1 and not first.shape:
         raise ValueError(f"{first.name} is there twice")
+    if len({(part.dtype, len(part.shape), part.shape[1:]) for part in parts}) > 1:
+        raise ValueError(f"the parts of {first.name} are not of one kind")
     end = 0
     for part in parts:
-        if (
-            part.dtype != first.dtype
-            or part.shape[1:] != first.shape[1:]
-            or len(part.shape) != len(first.shape)
-        ):
-            raise ValueError(f"the parts of {part.name} are not of one kind")
         if part.offsets != (end, *(0,) * (len(part.shape) - 1))[: len(part.shape)]:
             raise ValueError(f"the parts of {part.name} do not make a whole")
         end += part.shape[0] if part.shape else 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import UserError
+from common.schema import Count
 from ops.recipe import Recipe
 from training.checkpoints.tensor_files import NAMES, Part
 from training.optimization.optimizer import Optimizer
@@ -52,14 +53,14 @@ def whole_parts(tensors: dict[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
 class Progress:
     """Where a run stands: everything a resume needs that is not a tensor."""
 
-    iteration: int  # optimizer updates done
-    samples_seen: int  # sequences, over all GPUs
+    iteration: Count  # optimizer updates done
+    samples_seen: Count  # sequences, over all GPUs
     best_val_loss: float | None = None
     val_loss: float | None = None
     # what these losses are the mean of (training/evaluation.py), and since which iteration; earlier versions
     # did not save it
     measure: str | None = None
-    measured_since: int = 0
+    measured_since: Count = 0
 
 
 class TrainState:

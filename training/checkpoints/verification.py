@@ -8,14 +8,15 @@ import hashlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch.nn as nn
 
 import model_builder
 from common.errors import UserError
-from common.json_file import read_json
+from common.schema import Check, Count, Sha256, read
 from common.text import shown
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
 from training.checkpoints.saved_state import (
@@ -40,8 +41,8 @@ HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes
 MOST_NAMED = 10  # problems
 MAX_MANIFEST = 64 << 20  # bytes; it has about 150 for each file
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in a checkpoint
-SHA256 = re.compile(r"[0-9a-f]{64}")
+FILE_NAME = re.compile(r"(?!\.{1,2}$|manifest\.json$)[A-Za-z0-9_.-]{1,200}")
+FileName = Annotated[str, Check("the name of a checkpoint's file", FILE_NAME.fullmatch)]
 
 
 def damage(folder: Path, world: World = ALONE) -> list[str]:
@@ -80,34 +81,34 @@ def _file_problems(folder: Path, share: int, shares: int) -> list[str]:
     return problems[:MOST_NAMED] + more
 
 
-def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """{name: {sha256, bytes}} from the manifest. Raises ValueError if it is not a valid manifest."""
-    try:
-        files = read_json(file_of(folder, MANIFEST), MAX_MANIFEST).get("files")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
-    if not isinstance(files, dict) or STATE not in files or not all(map(_is_recorded, files.items())):
-        raise ValueError(f"{MANIFEST} does not list a checkpoint's files")
-    return files
+@dataclass
+class FileDigest:
+    sha256: Sha256
+    bytes: Count
 
 
-def _is_recorded(item: tuple[str, Any]) -> bool:
-    name, recorded = item
-    is_name = NAME.fullmatch(name) and name not in (".", "..", MANIFEST)
-    if not is_name or not isinstance(recorded, dict):
-        return False
-    sha256, size = recorded.get("sha256"), recorded.get("bytes")
-    return isinstance(sha256, str) and bool(SHA256.fullmatch(sha256)) and type(size) is int and size >= 0
+@dataclass
+class Manifest:
+    files: dict[FileName, FileDigest]
+
+    def __post_init__(self):
+        if STATE not in self.files:
+            raise ValueError(f"files lacks {STATE}")
 
 
-def _problem(folder: Path, name: str, recorded: dict[str, Any]) -> str | None:
+def recorded_files(folder: Path) -> dict[str, FileDigest]:
+    """What the manifest says of the folder's files, by name. Raises UserError if it is not a valid one."""
+    return read(Manifest, file_of(folder, MANIFEST), MAX_MANIFEST).files
+
+
+def _problem(folder: Path, name: str, recorded: FileDigest) -> str | None:
     try:
         path = file_of(folder, name)
         if not path.is_file():  # a named pipe, for example, which nobody may open
             return f"{name} is missing"
-        if path.stat().st_size != recorded["bytes"]:
-            return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
-        matches = digest(path)["sha256"] == recorded["sha256"]
+        if path.stat().st_size != recorded.bytes:
+            return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded.bytes:,}"
+        matches = digest(path)["sha256"] == recorded.sha256
         return None if matches else f"{name} does not match its sha256"
     except (OSError, ValueError) as error:  # a bad sector, for example
         return f"{name} cannot be read ({error})"

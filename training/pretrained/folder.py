@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from common.errors import UserError
-from common.json_file import parse_object, read_json, read_regular
+from common.json_file import read_json
+from common.schema import Check, naming, read
 from common.text import shown
 from data.folders import is_plain_name
 from data.huggingface import hub_library, why_no_download
 from model_config import ModelConfig
-from training.checkpoints.tensor_files import SUFFIX, Part, Place, UnknownDtype, mapped, read_header
+from training.checkpoints.tensor_files import SUFFIX, Part, Place, mapped, read_header
+from training.checkpoints.tensor_reader import TensorFiles
 from training.pretrained.architecture import Architecture, read_architecture
 from training.pretrained.names import COMPUTED, HEAD, Piece, pieces, without_prefix
 
@@ -31,6 +33,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 # what a user of the model needs; other formats of the same weights stay on the hub
 HUB_FILES = ["*.json", SINGLE, "model-*-of-*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+ShardName = Annotated[
+    str, Check(f"a {SUFFIX} file beside it", lambda name: is_plain_name(name) and name.endswith(SUFFIX))
+]
 MAX_CONFIG, MAX_INDEX = 1 << 24, 1 << 28  # bytes
 # what torch.compile, DDP, FSDP and checkpoint_wrapper put into the names of a model's tensors
 WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -52,13 +57,13 @@ class Weights:
     repository: str | None = None
 
     def architecture(self) -> Architecture:
-        fields = _read_fields(self.folder / CONFIG)
-        if fields is None:
+        path = self.folder / CONFIG
+        if not os.path.lexists(path):
             raise UserError(
                 f"{self.folder} holds no {CONFIG}, so it is not a model in Hugging Face's format; name the "
                 "folder that save_pretrained or a download has made"
             )
-        return read_architecture(fields, str(self.folder / CONFIG))
+        return read_architecture(_read_fields(path), str(path))
 
 
 # --- finding ---
@@ -134,19 +139,20 @@ def _not_downloaded(repository: str, error: Exception) -> UserError:
 # --- the files ---
 
 
-def _read_fields(path: Path) -> dict[str, Any] | None:
-    """The content of a small file; None if there is none. Raises UserError."""
-    try:
+@dataclass
+class _Index:
+    weight_map: dict[str, ShardName]  # of each tensor
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    with naming(path):
         return read_json(path, MAX_CONFIG)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a {path.name} that can be read: {error}") from None
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
     """The content of generation_config.json; {} if the folder has none. Raises UserError."""
-    return _read_fields(folder / GENERATION) or {}
+    path = folder / GENERATION
+    return _read_fields(path) if os.path.lexists(path) else {}
 
 
 def list_files(folder: Path) -> list[str]:
@@ -154,28 +160,14 @@ def list_files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [CONFIG, SINGLE]
     if os.path.lexists(folder / INDEX):
-        return [CONFIG, INDEX, *sorted(set(_read_index(folder).values()))]
+        index = read(_Index, folder / INDEX, MAX_INDEX)
+        return [CONFIG, INDEX, *sorted(set(index.weight_map.values()))]
     if pickles := sorted(path.name for suffix in ("*.bin", "*.pt*") for path in folder.glob(suffix)):
         raise UserError(
             f"{folder} holds weights as a pickle ({pickles[0]}), which can run any code and is not read. If "
             "you trust it, make safetensors of it: from_pretrained and save_pretrained of transformers"
         )
     raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """{tensor: file}. Raises UserError."""
-    path = folder / INDEX
-    try:
-        listed = parse_object(read_regular(path, MAX_INDEX), unique=True).get("weight_map")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(listed, dict) or not listed:
-        raise UserError(f"{path} is damaged: it has no weight_map")
-    for tensor, file in listed.items():
-        if not is_plain_name(file) or not file.endswith(SUFFIX):
-            raise UserError(f"{path} is damaged: it says that {tensor[:100]} is in {shown(file)}")
-    return listed
 
 
 def list_tensors(folder: Path) -> Tensors:
@@ -194,27 +186,23 @@ def list_tensors(folder: Path) -> Tensors:
 
 
 def _read_header(path: Path) -> dict[Part, Place]:
-    try:
-        with open(path, "rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"{path} is a pointer to the weights, not the weights; run: git lfs pull")
-        return read_header(path, whole=True)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; copy the whole folder, or download it again") from None
-    except UserError:
-        raise
-    except UnknownDtype as error:
-        raise UserError(f"{path}: {error}, so the weights are quantized; {EXPECTED}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged or cut off: {error}; copy or download it again") from None
+    if not path.is_file():
+        raise UserError(f"{path} is missing; copy the whole folder, or download it again")
+    with naming(path), open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path} is a pointer to the weights, not the weights; run: git lfs pull")
+    return read_header(path, whole=True)
 
 
 # --- do they fit the model? ---
 
 
-def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> list[tuple[Part, Place]]:
-    """The parts of our parameters, and where they are. Every name is used once and none is left over. Raises
-    UserError."""
+def match(
+    weights: Weights, architecture: Architecture, model: ModelConfig, compare_tied: bool = False
+) -> TensorFiles:
+    """A reader of our parameters; in the files, every name is used once and none is left over. compare_tied:
+    also compares the embedding with the output head, if they are one tensor in the model and two in the
+    files. Raises UserError."""
     found, expected = list_tensors(weights.folder), pieces(model)
     if not any(piece.name in found for piece in expected if piece.name != HEAD):
         expected = without_prefix(expected)
@@ -234,7 +222,20 @@ def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> l
         raise UserError(
             f"{weights.folder} holds {_some(left)}, for which a model of this {CONFIG} has no place"
         )
-    return [_place(piece, found, architecture) for piece in expected]
+    in_pairs = {piece.ours for piece in expected if piece.rows.step == 2}
+    reader = TensorFiles([_place(piece, found, architecture) for piece in expected], in_pairs)
+    if compare_tied and tied_head & found.keys():
+        _check_tied(weights, found, next(one.name for one in expected if one.ours == "embed.weight"))
+    return reader
+
+
+def _check_tied(weights: Weights, found: Tensors, name: str) -> None:
+    head, embedding = found[HEAD], found[name]
+    if head[0].shape != embedding[0].shape or not torch.equal(mapped(*head), mapped(*embedding)):
+        raise UserError(
+            f"{weights.folder}: {CONFIG} says tie_word_embeddings=true, but {HEAD} is not equal to {name}; "
+            "one of them would be lost. If both were trained, set tie_word_embeddings to false there"
+        )
 
 
 def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Part, Place]:
@@ -248,22 +249,6 @@ def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Pa
     start = piece.rows.start * (len(piece.rows) if piece.rows.step == 2 else 1)
     offsets = (start, *(0 for _ in piece.shape[1:]))
     return Part(piece.ours, offsets, piece.shape, part.dtype), place._replace(transposed=piece.transposed)
-
-
-def check_tied(weights: Weights, model: ModelConfig) -> None:
-    """Raises UserError if the embedding and the output head are one tensor in the model, and two in the
-    files."""
-    found = list_tensors(weights.folder)
-    if not model.weight_tying or HEAD not in found:
-        return
-    (name,) = (piece.name for piece in pieces(model) if piece.ours == "embed.weight")
-    name = name if name in found else without_prefix([Piece(name, "", range(0), ())])[0].name
-    head, embedding = (mapped(*found[one]) for one in (HEAD, name))
-    if head.shape != embedding.shape or not torch.equal(head, embedding):
-        raise UserError(
-            f"{weights.folder}: {CONFIG} says tie_word_embeddings=true, but {HEAD} is not equal to {name}; "
-            "one of them would be lost. If both were trained, set tie_word_embeddings to false there"
-        )
 
 
 def _some(names: Iterable[str]) -> str:

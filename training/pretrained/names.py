@@ -112,8 +112,3 @@ def without_prefix(found: list[Piece]) -> list[Piece]:
     return [
         piece._replace(name=piece.name.removeprefix("transformer.").removeprefix("model.")) for piece in found
     ]
-
-
-def in_pairs(found: list[Piece]) -> set[str]:
-    """The parameters of which every second row is of one of Hugging Face's tensors."""
-    return {piece.ours for piece in found if piece.rows.step == 2}

@@ -16,27 +16,22 @@ import model_builder
 from common.errors import UserError
 from data.pipeline.meta_file import read_meta
 from model import Attend, Transformer, manual_attention
-from model_config import ModelConfig
 from training.batches.sources import show_tokenizer, tokenizer_identity
 from training.checkpoints.folder import step_folders
 from training.checkpoints.resume import Resume
-from training.checkpoints.tensor_files import Part, is_finite
-from training.checkpoints.tensor_reader import TensorFiles
+from training.checkpoints.tensor_files import is_finite
 from training.checkpoints.train_state import TrainState, part_of, whole_parts
 from training.checkpoints.verification import digest
 from training.configuration.dataset_name import first_folder
 from training.configuration.keys import TrainConfig
-from training.pretrained.architecture import Architecture
 from training.pretrained.folder import (
     Weights,
-    check_tied,
     describe,
     fetch,
     list_files,
     locate,
     match,
 )
-from training.pretrained.names import in_pairs, pieces
 from training.pretrained.tokenizer_hash import VOCABULARIES, another_tokenizer
 from training.process.agreement import agree
 from training.process.world import World, gather_objects
@@ -53,8 +48,7 @@ def check_weights(config: TrainConfig) -> None:
         return
     weights = locate(config.init_weights)
     fetch(weights)
-    match(weights, weights.architecture(), config.model_config())
-    check_tied(weights, config.model_config())
+    match(weights, weights.architecture(), config.model_config(), compare_tied=True)
     check_same_tokenizer(weights, config)
 
 
@@ -103,11 +97,10 @@ def load_pretrained(
     fetch(weights)
     architecture = weights.architecture()
     config = TrainConfig(**architecture.keys, block_size=architecture.longest).model_config()
-    reader = _open(weights, architecture, config)
-    check_tied(weights, config)
+    reader = match(weights, architecture, config, compare_tied=True)
     model = model_builder.build_model(config, attend).init_weights(device, seed=0)
     parameters = [(name, p.detach()) for name, p in model.named_parameters()]
-    _load(weights, reader, whole_parts(dict(parameters)))
+    reader.load_all(whole_parts(dict(parameters)), weights.folder)
     _check_finite(parameters)
     return weights, model
 
@@ -120,27 +113,15 @@ def _read(config: TrainConfig, state: TrainState) -> dict[str, Any]:
     try:
         weights = locate(config.init_weights)
         architecture = weights.architecture()
-        reader = _open(weights, architecture, config.model_config())
+        reader = match(weights, architecture, config.model_config())
         shards = [(shard, shard.local.detach()) for shard in state.strategy.shards]
-        _load(weights, reader, {part_of(s, s.name, tensor): tensor for s, tensor in shards})
+        reader.load_all({part_of(s, s.name, tensor): tensor for s, tensor in shards}, weights.folder)
         mine = list_files(weights.folder)[world.local_rank :: world.local_size]
         return describe(weights, architecture, {name: digest(weights.folder / name) for name in mine})
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"the weights of {config.init_weights} cannot be read: {error}") from error
-
-
-def _open(weights: Weights, architecture: Architecture, config: ModelConfig) -> TensorFiles:
-    return TensorFiles(match(weights, architecture, config), in_pairs(pieces(config)))
-
-
-def _load(weights: Weights, reader: TensorFiles, tensors: dict[Part, torch.Tensor]) -> None:
-    try:
-        for part, tensor in tensors.items():
-            reader.load(part, tensor)
-    except RuntimeError as error:
-        raise UserError(f"the weights in {weights.folder} cannot be read: {error}") from error
 
 
 def _check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

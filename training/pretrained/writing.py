@@ -15,12 +15,12 @@ import torch
 
 from common.durable_file import write_bytes
 from common.errors import UserError
+from common.schema import LARGEST
 from model_config import ModelConfig
 from rope_scaling import RopeScaling, YarnScaling
 from training.checkpoints.tensor_files import Part, is_finite, write_tensors
 from training.checkpoints.tensor_reader import TensorFiles
 from training.pretrained.architecture import FAMILIES, family_of
-from training.pretrained.config_fields import LARGEST
 from training.pretrained.folder import CONFIG, GENERATION, SINGLE
 from training.pretrained.generation_settings import exported_generation
 from training.pretrained.names import Piece, pieces
@@ -73,6 +73,7 @@ def write_architecture(model: ModelConfig, dtype: str, origin: dict[str, Any]) -
     keys do not say, such as special tokens, is taken from it."""
     name = family_of(model)
     family = FAMILIES[name]
+    stated = {one.name: one.default for one in dataclasses.fields(family) if type(one.default) in (bool, str)}
     fields = {
         "architectures": [family.model_class],
         "model_type": name,
@@ -82,7 +83,7 @@ def write_architecture(model: ModelConfig, dtype: str, origin: dict[str, Any]) -
         # transformers 4 reads the first, transformers 5 the second; each ignores the other
         "torch_dtype": dtype,
         "dtype": dtype,
-        **{field: allowed[0] for field, allowed in family.required.items() if field != "is_causal"},
+        **{field: value for field, value in stated.items() if field != "is_causal"},
         **{field: getattr(model, key) for key, field in family.sizes.items()},
         **(_gpt2_fields(model) if name == "gpt2" else _decoder_fields(model, name, origin)),
     }

@@ -1,0 +1,207 @@
+"""Any change of a file that a run reads: what is read is what was there before, or what the file says now, or
+there is one UserError with the file's name. Never another exception, and never a value that nobody wrote."""
+
+import copy
+import json
+import random
+import shutil
+from dataclasses import asdict
+
+import pytest
+from support.checkpoint_parts import make_config, make_saver, make_state, save
+from support.helpers import TINY, make_dataset
+from support.hf_models import save as save_model
+from support.hf_models import save_four
+from support.hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
+
+from common.errors import UserError
+from training.batches.packed_index import read_index
+from training.batches.sources import make_windows, open_sources
+from training.checkpoints.saved_state import read_state
+from training.checkpoints.tensor_files import mapped, read_header
+from training.checkpoints.verification import recorded_files
+from training.configuration.keys import TrainConfig
+from training.pretrained.folder import INDEX, Weights, list_files, read_generation
+
+pytestmark = pytest.mark.security
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+TENSORS = "tensors-00000-0.safetensors"
+STAMP: list = []  # of the packing
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{kind of file: a folder that has one}"""
+    root = tmp_path_factory.mktemp("valid")
+    config = make_config(root / "out", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    checkpoint = save(make_saver(config, make_state(config)), 3, val_loss=1.0)
+    tokens = TrainConfig(
+        **{**TINY, "dataset": str(make_dataset(root / "data", eot_id=0)), "packing": "truncate"}
+    )
+    make_windows(open_sources(tokens, scan=True), tokens)
+    packing = root / "data" / ".packed-train-32"
+    STAMP[:] = json.loads((packing / "index.json").read_text())["stamp"]
+    shards = save_model("qwen3", root / "shards", shards="20KB")
+    (shards / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
+    kinds = {"state": checkpoint, "manifest": checkpoint, "tensors": checkpoint, "packing": packing}
+    return save_four(root / "four") | kinds | {"index": shards, "generation": shards}
+
+
+def architecture(folder):
+    found = Weights("hf:x", folder).architecture()
+    return found.keys, found.longest
+
+
+def manifest(folder):
+    return {"files": {name: asdict(file) for name, file in recorded_files(folder).items()}}
+
+
+def packing(folder):
+    found = read_index(folder, STAMP, hashes=True)
+    return found and found | {"stamp": STAMP}  # None: it is made again
+
+
+def tensors(folder):
+    return {part: mapped(part, place).tolist() for part, place in read_header(folder / TENSORS).items()}
+
+
+FILES = {  # kind -> (the file's name, how it is read)
+    **dict.fromkeys(FAMILIES, ("config.json", architecture)),
+    "state": ("state.json", lambda folder: asdict(read_state(folder))),
+    "manifest": ("manifest.json", manifest),
+    "index": (INDEX, list_files),
+    "generation": ("generation_config.json", read_generation),
+    "packing": ("index.json", packing),
+    "tensors": (TENSORS, tensors),
+}
+# beginnings of the fields that may be missing, or null: older versions, or transformers, have a default
+OF_TRANSFORMERS = ("n_inner", "layer_norm", "tie_word", "num_key", "head_dim", "rms_norm", "rope_", "max_pos")
+OF_OLDER = ("measure", "pretrained", "tensors", "model_config", "config.eval_batch_size")
+OTHERS = [
+    ...,
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**60,
+    10**400,
+    1.5,
+    float("nan"),
+    "x",
+    "../x",
+    [],
+    {},
+    [{}],
+    {"x": {}},
+]
+CHANGES = 1000  # of each kind of file, at most
+
+
+def places(value, path=()):
+    """The path of everything inside a JSON value."""
+    if not isinstance(value, (dict, list)):
+        return
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        yield from places(inside, (*path, key))
+
+
+def at(value, path):
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changed(content, path, value):
+    """A copy with another value there; ...: with none. None if the place is not there."""
+    content = copy.deepcopy(content)
+    try:
+        outer = at(content, path[:-1])
+        outer[path[-1]] = value
+        if value is ...:
+            del outer[path[-1]]
+    except (LookupError, TypeError):
+        return None
+    return content
+
+
+class File:
+    """A copy of a valid file, to be changed."""
+
+    def __init__(self, kind, folders, tmp_path):
+        self.kind, (self.name, self.reader) = kind, FILES[kind]
+        self.folder = shutil.copytree(folders[kind], tmp_path / folders[kind].name)
+        self.path = self.folder / self.name
+        self.valid, self.before = self.path.read_bytes(), self.reader(self.folder)
+        self.head = 8 + int.from_bytes(self.valid[:8], "little") if kind == "tensors" else 0
+        self.content = json.loads(self.valid[8 : self.head] if self.head else self.valid)
+
+    def write(self, content) -> None:
+        text = json.dumps(content).encode()
+        head = len(text).to_bytes(8, "little") if self.head else b""
+        self.path.write_bytes(head + text + (self.valid[self.head :] if self.head else b""))
+
+    def read(self):
+        """None if it is refused."""
+        try:
+            return self.reader(self.folder)
+        except UserError as error:
+            assert self.name in str(error) and len(str(error)) < 1000, error
+            return None
+
+    def may_be(self, found, path, value) -> bool:
+        name = ".".join(map(str, path))
+        has_default = name.startswith(OF_TRANSFORMERS if self.kind in FAMILIES else OF_OLDER)
+        of_its_type = self.kind in FAMILIES and type(value) is type(at(self.content, path))
+        fewer_tensors = self.kind == "index" and value in (..., {})
+        says = None if isinstance(self.before, (list, tuple)) else changed(self.before, path, value)
+        missing = has_default and value in (None, ..., {})
+        return repr(found) == repr(says) or of_its_type or fewer_tensors or missing
+
+
+@pytest.fixture(params=FILES)
+def file(request, folders, tmp_path):
+    return File(request.param, folders, tmp_path)
+
+
+def test_a_field_that_is_missing_or_of_another_type_or_out_of_range(file):
+    changes = [(path, value) for path in places(file.content) for value in OTHERS]
+    refused = 0
+    for path, value in random.Random(1).sample(changes, min(CHANGES, len(changes))):
+        file.write(changed(file.content, path, value))
+        found = file.read()
+        refused += found is None
+        assert found in (None, file.before) or file.may_be(found, path, value), (path, value, found)
+    assert refused > len(changes) / 100 or file.kind == "generation"
+
+
+def test_a_field_that_nobody_knows_changes_nothing(file):
+    for path in [(), *places(file.content)]:
+        if isinstance(at(file.content, path), dict):
+            file.write(changed(file.content, (*path, "colour"), "red"))
+            found = file.read()
+            says = changed(file.before, (*path, "colour"), "red") if isinstance(file.before, dict) else None
+            assert found in (None, file.before, says), path
+
+
+def test_a_file_that_was_cut_or_that_holds_other_bytes(file):
+    generator = random.Random(2)
+    for _ in range(40):
+        file.path.write_bytes(file.valid[: generator.randrange(len(file.valid))])
+        assert file.read() in (None, file.before)
+    for _ in range(200):  # another digit may be another valid file, which hashes find
+        flipped = bytearray(file.valid)
+        flipped[generator.randrange(len(flipped))] ^= 1 << generator.randrange(8)
+        file.path.write_bytes(flipped)
+        file.read()
+    for text in ("", "[]", "null", "{", DEEP, "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff", "{}"):
+        file.path.write_text(text, encoding="latin-1")
+        assert file.read() in (None, {}), text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
+def test_what_is_no_file(file, kind):
+    replace(file.path, kind)
+    if (file.kind, kind) != ("tensors", "pipe"):  # verification.py opens none that is no regular file
+        assert file.read() is None
