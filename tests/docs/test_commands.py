@@ -224,8 +224,7 @@ def check_python(arguments: list[str], world_size: int, script):
 def check_module(module: str, arguments: list[str], script):
     if module == "tools.profile":
         parsed, overrides = profile.parse(arguments)
-        check_overrides(overrides, profile.RESERVED)
-        load_config([parsed.config, *overrides, *profile.as_flags(profile.FIXED)], parsed.nproc)
+        load_config([parsed.config, *overrides, "--profile=time"], parsed.nproc)
     elif module == "tools.tune":
         parsed, overrides = tune.parse(arguments)
         load_config([parsed.config, *overrides], parsed.nproc)

@@ -4,64 +4,78 @@ must leave as it is."""
 import json
 
 import pytest
-from support.helpers import TINY, last_run, launch, make_dataset, run_in_one_launch, write_config
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 
-from bench import runner
-from bench.process import Outcome
 from common.command import FAILED, USER_ERROR, run_command
 from tools.profile import __main__ as tool
 from tools.profile import breakdown
+from tools.profile.parts import COMMUNICATION
 from tools.profile.report import analyze, lines
+from training.configuration.flags import take_flags
 from training.records.profiler import ITERATIONS, TIMES, facts_path, trace_path
+
+PLAIN = {"time_ms": {"median": 10.0}, "mfu_percent": {"median": 12.0}, "sm_clock_mhz": None}
+LAYERS = ("qkv", "out", "up", "down", "head")
+PRODUCTS = {f"{layer} {product}" for layer in LAYERS for product in ("forward", "dgrad", "wgrad")}
+RANGES = {"attention forward", "attention backward", "add_norm", "heads", "swiglu", "cross_entropy"}
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
+    # a busy machine may stop the process between the two clocks that are compared, of so short a window
+    monkeypatch.setattr(breakdown, "TOLERANCE", 0.5)
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "max_iters": ITERATIONS}
     return write_config(tmp_path / "tiny.py", **keys)
 
 
-@pytest.fixture
-def in_process(run, monkeypatch):
-    """tools.profile trains in this process; calls: the arguments of what it would have started."""
-    calls = []
-
-    def run_process(command, log, timeout_s, keep_cache=False):
-        assert command[1] == "train.py", "bench.roofline is left out"
-        calls.append(command[2:])
-        status = run(*command[2:])
-        log.write_text("error: as its log says\n")
-        return Outcome(1.0, None if status == 0 else "as its log says")
-
-    monkeypatch.setattr(runner, "run_process", run_process)
-    # a busy machine may stop the process between the two clocks that are compared, of so short a window
-    monkeypatch.setattr(breakdown, "TOLERANCE", 0.5)
-    return calls
+def profiled(config, output, *flags, status=0):
+    assert run_command(tool.main, [str(config), f"--output={output}", *flags]) == status
+    return json.loads((output / "profile.json").read_text()) if status == 0 else None
 
 
-def profiled(config, output, *arguments):
-    assert run_command(tool.main, [str(config), f"--output={output}", "--no-roofline", *arguments]) == 0
-    return json.loads((output / "profile.json").read_text())
-
-
-def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, capsys):
-    content = profiled(config, tmp_path / "out", "--peak_tflops=0.5", "--n_layer=1")
-    found = content["profiled"]
-    assert content["adds_up"] and found["sum_ms"] == pytest.approx(found["wall_ms"])
+def check(content):
+    found, falls = content["profiled"], content["waterfall"]
+    assert found["adds_up"] and found["sum_ms"] == pytest.approx(found["wall_ms"])
     assert sum(row["ms"] for row in found["parts"]) == pytest.approx(found["wall_ms"])
-    names = {row["part"] for row in found["parts"]}
-    layers = ("qkv", "out", "up", "down", "head")
-    products = {f"{layer} {product}" for layer in layers for product in ("forward", "dgrad", "wgrad")}
-    ranges = {"attention forward", "attention backward", "add_norm", "heads", "swiglu", "cross_entropy"}
-    assert products | ranges <= names
-    assert all(row["tflops"] > 0 for row in found["parts"] if row["part"] in products)
-    falls = content["waterfall"]
-    assert 100 - sum(s["points"] or 0 for s in falls["steps"]) == pytest.approx(falls["mfu_percent"])
-    assert content["unprofiled"]["mfu"]["mfu_percent"] > 0
-    assert last_run(tmp_path / "out/runs/plain.1")["config"]["profile"] is None
-    printed = capsys.readouterr().out
-    assert (tmp_path / "out/profile.txt").read_text() in printed
-    assert trace_path(tmp_path / "out/runs/profiled.1", TIMES, 0).is_file(), "the Chrome trace stays"
+    parts = {row["part"]: row for row in found["parts"]}
+    assert PRODUCTS | RANGES <= {*parts} and all(parts[name]["tflops"] > 0 for name in PRODUCTS)
+    assert 100 - sum(step["points"] or 0 for step in falls["steps"]) == pytest.approx(falls["mfu_percent"])
+    assert content["unprofiled"]["mfu_percent"] > 0
+
+
+def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, run, monkeypatch, capsys):
+    """It trains in this process: what bench.throughput would do."""
+
+    def run_trial(arguments, folder):
+        flags, _ = take_flags(arguments, ("dataset",))
+        assert run(config, *flags, f"--out_dir={folder}") == 0
+        return [{"kind": "variant", "runs": [{"reason": None, "folder": str(folder)}], "result": PLAIN}]
+
+    monkeypatch.setattr(tool, "run_trial", run_trial)
+    out = tmp_path / "out"
+    content = profiled(config, out, "--peak_tflops=0.5", "--n_layer=1", "--no-roofline")
+    check(content)
+    assert content["roofline_reason"] == "not asked for: --no-roofline"
+    ran = [last_run(out / name)["config"] for name in ("profiled", "plain")]
+    assert [config["profile"] for config in ran] == ["time", None]
+    assert ran[1]["batch_size"] == 4
+    assert (out / "profile.txt").read_text() in capsys.readouterr().out
+    assert trace_path(out / "profiled", TIMES, 0).is_file(), "the Chrome trace stays"
+
+
+@pytest.mark.slow
+def test_the_command_trains_by_bench_throughput_and_measures_the_matmuls_alone(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    content = profiled(config, out, "--dataset=random", "--peak_tflops=0.5", "--batch_size=2")
+    check(content)
+    assert content["roofline"]["ceiling"]["matmul_seconds"] > 0 and content["roofline_reason"] is None
+    assert content["waterfall"]["steps"][1]["ms"] is not None and "random-64" in content["config"]["dataset"]
+    assert len([*out.glob("profiled/runs/*/profile_times_rank0.json.gz")]) == 1, "as docs/profile.md says"
+    assert len([*out.glob("plain/runs/*/run_*.json")]) == 1
+    profiled(config, out, status=USER_ERROR)
+    assert "choose another folder" in capsys.readouterr().err, "its folder has runs"
+    profiled(config, tmp_path / "again", "--max_iters=5", status=USER_ERROR)
+    assert "max_iters is the benchmark's to set" in capsys.readouterr().err
 
 
 KINDS = {
@@ -75,11 +89,13 @@ KINDS = {
     "settings",
     [pytest.param(keys, marks=[pytest.mark.slow] * (name != "fp8"), id=name) for name, keys in KINDS.items()],
 )
-def test_every_kind_of_run_is_known(config, tmp_path, in_process, settings):
-    flags = [f"--{key}={value}" for key, value in {"n_layer": 1, **settings}.items()]
-    content = profiled(config, tmp_path / "out", *flags)
-    assert content["adds_up"]
+def test_every_kind_of_run_is_known(config, tmp_path, run, settings):
+    flags = [f"--{key}={value}" for key, value in {"n_layer": 1, **settings, "profile": "time"}.items()]
+    assert run(config, *flags, f"--out_dir={tmp_path}") == 0
+    content = analyze(tmp_path, PLAIN, None, "left out")
+    assert content["profiled"]["adds_up"]
     assert content["waterfall"]["unit"] == "ms", "a CPU has no peak"
+    assert "--peak_tflops" in "\n".join(lines(content))
     recomputed = [row["part"] for row in content["profiled"]["parts"] if row["part"].endswith("recompute")]
     assert bool(recomputed) == ("activation_checkpointing" in settings)
 
@@ -101,32 +117,17 @@ def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):
 
 
 def test_two_ranks_leave_their_traces_and_the_table_shows_communication(config, tmp_path):
-    out_dir = tmp_path / "out"
-    run_in_one_launch(tmp_path, [[config, *tool.as_flags(tool.FIXED), f"--out_dir={out_dir}"]], processes=2)
-    content = analyze(out_dir, out_dir, None, "left out")
-    assert content["processes"] == 2 and all(trace_path(out_dir, TIMES, rank).is_file() for rank in (0, 1))
-    assert any(row["part"].startswith("communication: ") for row in content["profiled"]["parts"])
+    run_in_one_launch(tmp_path, [[config, "--profile=time", f"--out_dir={tmp_path}"]], processes=2)
+    content = analyze(tmp_path, PLAIN, None, "left out")
+    assert content["processes"] == 2 and all(trace_path(tmp_path, TIMES, rank).is_file() for rank in (0, 1))
+    assert any(row["step"] == COMMUNICATION for row in content["profiled"]["parts"])
     assert "2 processes, rank 0" in lines(content)[0]
 
 
-def test_what_cannot_work_is_one_message(config, tmp_path, in_process, capsys):
-    for arguments, message in (
-        (["--max_iters=5"], "max_iters is the benchmark's to set; use --output or --dataset, or leave"),
-        (["--batch_size=0"], "batch_size=0 must be at least 1"),
-    ):
-        assert run_command(tool.main, [str(config), f"--output={tmp_path / 'out'}", *arguments]) == USER_ERROR
-        assert message in capsys.readouterr().err
-    assert not in_process, "nothing was started"
-    lost = f"--dataset={tmp_path / 'nothing'}"
-    assert run_command(tool.main, [str(config), f"--output={tmp_path / 'out'}", lost]) == FAILED
+def test_what_cannot_work_is_one_message(config, tmp_path, monkeypatch, capsys):
+    failed = [{"kind": "variant", "runs": [{"reason": "as its log says"}]}]
+    monkeypatch.setattr(tool, "run_trial", lambda arguments, folder: failed)
+    profiled(config, tmp_path / "out", "--batch_size=0", status=USER_ERROR)
+    assert "batch_size=0 must be at least 1" in capsys.readouterr().err
+    profiled(config, tmp_path / "out", status=FAILED)
     assert "train.py: as its log says" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command_measures_the_matmuls_alone_too(config, tmp_path):
-    command = ["-m", "tools.profile", config, f"--output={tmp_path / 'out'}", "--peak_tflops=0.5"]
-    launch([[*command, "--dataset=random"]])
-    content = json.loads((tmp_path / "out/profile.json").read_text())
-    assert content["roofline"]["ceiling"]["matmul_seconds"] > 0 and content["roofline_reason"] is None
-    assert {"ceiling", "matmuls"} <= {step["step"] for step in content["waterfall"]["steps"]}
-    assert "random-64" in content["config"]["dataset"]

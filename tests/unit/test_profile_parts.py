@@ -1,4 +1,4 @@
-"""tools.profile: kernels of real runs in the right parts, tables that add up, a waterfall that is exact."""
+"""tools.profile: kernels of real runs in the right parts, tables that add up."""
 
 import json
 
@@ -9,10 +9,9 @@ from support.profile_traces import GpuTrace, write_rank
 from common.errors import RunError
 from ops.ranges import BACKWARD, BLOCK, FORWARD, PREFIX
 from tools.profile import report
-from tools.profile.breakdown import adds_up, breakdown, read_rank
-from tools.profile.parts import IDLE, PROFILER, Linears, part_of
-from tools.profile.timeline import add_up
-from tools.profile.trace import Work, give_places, place_of, read_recording
+from tools.profile.breakdown import add_up, breakdown, give_parts, read_recording
+from tools.profile.parts import COMMUNICATION, IDLE, MATMUL, MEMORY, PROFILER, Part, Parts
+from tools.profile.trace import Work, place_of
 from tools.profile.waterfall import model_flops, waterfall
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -25,35 +24,26 @@ TRACES = {
     "gpt2_bf16": [GPT2, "--batch_size=8"],
     "gpt2_eager": [GPT2, "--batch_size=4"],
 }
+MICRO_STEPS = "--gradient_accumulation_steps=2"
 NODE = "autograd::engine::evaluate_function: "
 IN_BACKWARD = f"{NODE}CompiledFunctionBackward > CompiledFunctionBackward > ## Call CompiledFxGraph ##"
 
 
 @pytest.fixture(scope="module")
-def kernels():
-    """Those of tests/support/profile_kernels.json, by trace."""
-    content = json.loads((ROOT / "tests/support/profile_kernels.json").read_text())
-    found = {name: [] for name in TRACES}
-    for trace, name, path, shapes, phase, part, ms in content["kernels"]:
-        found[trace].append((work(name, path, shapes, phase, 1000 * ms), part))
-    return found
-
-
-@pytest.fixture(scope="module")
-def linears():
+def models():
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return {name: Linears(load_config(argv)) for name, argv in TRACES.items()}
+        return {name: Parts(load_config([*argv, MICRO_STEPS])) for name, argv in TRACES.items()}
 
 
-def work(name, path="", shapes=(), phase=FORWARD, us=1, device=True, numbers=None):
-    """phase: 'forward', 'backward', or '' before and after them."""
-    names = [*[PREFIX + FORWARD] * (phase == FORWARD), *path.split(" > ")] if path else []
+def part(model, name, path="", shapes=(), phase=FORWARD, on_gpu=True, numbers=None):
+    """phase: FORWARD, BACKWARD, or another one before and after them."""
+    names = [*[PREFIX + phase] * (phase in (FORWARD, BACKWARD)), *path.split(" > ")] if path else []
     stack = [{"name": each, "args": {"Sequence number": 7}} for each in names]
     if not stack:
-        return Work(name, 0, us, device)
+        return model.of(name, None, on_gpu)
     stack[-1]["args"]["Input Dims"] = list(map(list, shapes))
-    return Work(name, 0, us, device, place=place_of(stack, phase == BACKWARD, numbers or {}))
+    return model.of(name, place_of(stack, numbers or {}), on_gpu)
 
 
 def tiny(**keys):
@@ -64,129 +54,124 @@ def tiny(**keys):
 
 
 @pytest.mark.parametrize("trace", TRACES)
-def test_the_kernels_of_a_real_run_have_their_parts(trace, kernels, linears):
-    assert len(kernels[trace]) > 10
-    for each, part in kernels[trace]:
-        assert part_of(each, linears[trace]).name == part, (each.name, each.place)
-
-
-@pytest.mark.parametrize("trace", ["qwen3_bf16", "gpt2_bf16", "gpt2_eager"])
-def test_every_product_of_the_model_is_found_with_its_flops(trace, kernels, linears):
-    """One call of each of the 15 products, so the FLOPs are those of one layer and the head."""
-    parts = [part_of(each, linears[trace]) for each, _ in kernels[trace]]
-    found = {part.name: part.flops for part in parts if part.group == "matmuls"}
-    directions = ("forward", "dgrad", "wgrad")
-    assert set(found) == {f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in directions}
-    config = load_config([*TRACES[trace], "--gradient_accumulation_steps=2"])
-    layers, model = config.n_layer, config.model_config()
-    of_layers = sum(flops for part, flops in found.items() if not part.startswith("head"))
-    of_head = sum(flops for part, flops in found.items() if part.startswith("head"))
-    assert of_head == 3 * 2 * config.micro_batch * config.block_size * model.n_embd * model.vocab_size
-    assert config.micro_steps * (layers * of_layers + of_head) == model_flops(config).matmul
-
-
-def test_a_forward_within_the_backward_is_recomputation(linears):
-    block = f"{NODE}CompiledFunctionBackward > {PREFIX}{BLOCK} > CompiledFunction"
-    shapes = [(32768, 2048), (2048, 4096)]
-    for path, dims, part in (
-        (f"{block} > aten::mm", shapes, "qkv recompute"),
-        (f"{block} > aten::_flash_attention_forward", (), "attention recompute"),
-        # by compiled code itself, of which only the operators' names tell
-        (f"{IN_BACKWARD} > aten::_cudnn_attention_forward", (), "attention recompute"),
-        (f"{IN_BACKWARD} > aten::_cudnn_attention_backward", (), "attention backward"),
-        (f"{NODE}BmmBackward0 > BmmBackward0 > aten::bmm", (), "attention backward"),
-    ):
-        found = part_of(work("kernel", path, dims, BACKWARD), linears["qwen3_bf16"])
-        assert found[:2] == (part, "recomputation" if part.endswith("recompute") else "attention")
+def test_the_kernels_of_a_real_run_have_their_parts(trace, models):
+    """Those of tests/support/profile_kernels.json; each of the 15 products is in them, with its FLOPs."""
+    content = json.loads((ROOT / "tests/support/profile_kernels.json").read_text())
+    found = {}
+    for _, name, path, shapes, phase, expected, _ in (row for row in content["kernels"] if row[0] == trace):
+        found[expected] = part(models[trace], name, path, shapes, phase)
+        assert found[expected].name == expected, (name, path)
+    assert len(found) > 10
+    products = {name: one.flops for name, one in found.items() if one.step == MATMUL}
+    if trace in ("qwen3_bf16", "gpt2_bf16", "gpt2_eager"):
+        directions = ("forward", "dgrad", "wgrad")
+        assert set(products) == {f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in directions}
+        config = load_config([str(ROOT / TRACES[trace][0]), *TRACES[trace][1:], MICRO_STEPS])
+        assert sum(products.values()) == model_flops(config)[0]
 
 
 @pytest.mark.parametrize(
-    ("operator", "phase", "shapes", "part"),
+    ("path", "shapes", "name"),
+    [
+        # a forward within the backward
+        (f"CompiledFunctionBackward > {PREFIX}{BLOCK} > aten::mm", [(32768, 2048), (2048, 4096)], "qkv"),
+        (f"CompiledFunctionBackward > {PREFIX}{BLOCK} > aten::_flash_attention_forward", (), "attention"),
+        # by compiled code itself, of which only the operators' names tell
+        ("CompiledFunctionBackward > aten::_cudnn_attention_forward", (), "attention"),
+    ],
+)
+def test_a_forward_within_the_backward_is_recomputation(path, shapes, name, models):
+    found = part(models["qwen3_bf16"], "kernel", NODE + path, shapes, BACKWARD)
+    assert found == Part(f"{name} recompute", "recomputation")
+
+
+@pytest.mark.parametrize(
+    ("operator", "phase", "shapes", "name"),
     [
         ("add_float8_weight_gradient", BACKWARD, [(12288, 32768), (2048, 32768)], "up wgrad"),
         ("activated_matmul", FORWARD, [(32768, 2048), (12288, 2048)], "up forward"),
         ("activation_backward_matmul", BACKWARD, [(32768, 2048), (2048, 6144)], "down dgrad"),
     ],
 )
-def test_an_operator_of_ours_is_a_matmul_and_on_a_cpu_only_what_is_within(
-    operator, phase, shapes, part, linears
-):
+def test_an_operator_of_ours_is_a_matmul(operator, phase, shapes, name, models):
     path = f"{IN_BACKWARD if phase == BACKWARD else 'CompiledFunction'} > nanomfu::{operator}"
-    found = part_of(work("nvjet", path, shapes, phase), linears["qwen3_fp8"])
-    assert found.name == part and found.flops in (2 * 32768 * 2048 * 12288, 2 * 32768 * 2048 * 6144)
-    for other in (
-        work(f"nanomfu::{operator}", path, shapes, phase, device=False),
-        work("Memset (Device)", path, shapes, phase),
-    ):
-        assert part_of(other, linears["qwen3_fp8"]).group == "memory-bound"
+    assert part(models["qwen3_fp8"], "nvjet", path, shapes, phase).name == name
+    assert part(models["qwen3_fp8"], "Memset (Device)", path, shapes, phase).step == MEMORY
 
 
 @pytest.mark.parametrize("chunks, rows", [(1, 128), (3, 43), (3, 42)])
 def test_the_head_is_found_in_each_part_of_the_loss(chunks, rows):
-    model = Linears(tiny(loss_chunks=chunks))
+    model = Parts(tiny(loss_chunks=chunks))
     for direction, shapes in {
         "forward": [(rows, 32), (32, 64)],
         "dgrad": [(rows, 64), (64, 32)],
         "wgrad": [(64, rows), (rows, 32)],
     }.items():
-        found = part_of(work("gemm", "LinearCrossEntropy > aten::mm", shapes), model)
-        assert found.name == f"head {direction}"
+        assert part(model, "gemm", "LinearCrossEntropy > aten::mm", shapes).name == f"head {direction}"
 
 
-@pytest.mark.parametrize(
-    ("shapes", "part"),
-    [
-        ([(128, 32), (32, 32)], "out/down forward"),
-        ([(5, 7), (7, 9)], "other matmul 5x7x9"),
-        ([], "other matmul"),
-    ],
-)
-def test_linears_of_equal_shape_are_named_together_and_others_by_their_shape(shapes, part):
-    model = Linears(tiny(d_ff=32))  # down is (32, 32), as out is
-    assert part_of(work("gemm", "aten::mm", shapes), model)[:2] == (part, "matmuls")
+CASES = [
+    # products of equal shapes, one that is no Linear's, and one without shapes
+    ("gemm", "aten::mm", FORWARD, [(128, 32), (32, 32)], "out forward/down forward"),
+    ("gemm", "aten::mm", FORWARD, [(5, 7), (7, 9)], "other matmul 5x7 7x9"),
+    ("gemm", "aten::mm", FORWARD, [], "other matmul"),
+    # the innermost range, or operator of ours, with all that it launches
+    ("_sum", "CompiledFunction > nanomfu::heads_backward > aten::sum", BACKWARD, (), "heads"),
+    ("kernel", f"{PREFIX}cross_entropy > LinearCrossEntropy > aten::fill_", FORWARD, (), "cross_entropy"),
+    ("_quantize", f"{PREFIX}cross_entropy > nanomfu::float8_cast", FORWARD, (), "float8_cast"),
+    # autograd: the range of the operator of this number, else its own name
+    ("kernel", f"{NODE}RsqrtBackward0 > RsqrtBackward0 > aten::mul", BACKWARD, (), "add_norm"),
+    ("kernel", f"{NODE}MulBackward0 > nanomfu::swiglu_backward_amax", BACKWARD, (), "swiglu"),
+    ("kernel", f"{NODE}BmmBackward0 > BmmBackward0 > aten::bmm", BACKWARD, (), "attention backward"),
+    # ranges of torch
+    ("kernel", "FSDP::pre_forward > FSDP::all_gather > aten::copy_", FORWARD, (), "FSDP::all_gather"),
+    ("_adamw", "Optimizer.step#OnePassAdamW.step", "", (), "Optimizer.step#OnePassAdamW.step"),
+    ("nccl:_all_gather_base", "FSDP::all_gather", FORWARD, (), "communication: all-gather"),
+    ("ncclDevKernel_SendRecv", "", "", (), "communication: other"),
+    # no range: what the code calls; compiled code: what a kernel is made of
+    ("kernel", "aten::abs > aten::empty", "", (), "aten::abs"),
+    (
+        "triton_red_fused__to_copy_add_3",
+        "CompiledFunction > triton_red",
+        FORWARD,
+        (),
+        "compiled: to_copy_add",
+    ),
+    ("triton_tem_fused_flex_attention_0", "CompiledFunction > triton", FORWARD, (), "attention forward"),
+    ("_amax", "", "", (), "_amax"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "phase", "part"),
-    [
-        # the innermost range, or operator of ours, with all that it launches
-        ("_sum_parts", "CompiledFunction > nanomfu::heads_backward > aten::sum", BACKWARD, "heads"),
-        ("kernel", f"{PREFIX}cross_entropy > LinearCrossEntropy > aten::fill_", FORWARD, "cross_entropy"),
-        ("_quantize", f"{PREFIX}cross_entropy > nanomfu::float8_cast", FORWARD, "float8_cast"),
-        # autograd: the range of the operator of this number, else its own name
-        ("kernel", f"{NODE}RsqrtBackward0 > RsqrtBackward0 > aten::mul", BACKWARD, "add_norm"),
-        ("kernel", f"{NODE}MulBackward0 > nanomfu::swiglu_backward_amax", BACKWARD, "swiglu"),
-        # ranges of torch
-        ("kernel", "FSDP::pre_forward > FSDP::all_gather > aten::copy_", FORWARD, "FSDP::all_gather"),
-        ("_adamw", "Optimizer.step#OnePassAdamW.step", "", "Optimizer.step#OnePassAdamW.step"),
-        # no range: what the code calls; compiled code: what a kernel is made of
-        ("kernel", "aten::abs > aten::empty", "", "aten::abs"),
-        (
-            "triton_red_fused__to_copy_add_3",
-            "CompiledFunction > triton_red",
-            FORWARD,
-            "compiled: to_copy_add",
-        ),
-        ("triton_tem_fused_flex_attention_0", "CompiledFunction > triton", FORWARD, "attention forward"),
-        ("_amax", "", "", "_amax"),
-    ],
-)
-def test_a_part_is_what_the_code_names_it(name, path, phase, part):
-    assert part_of(work(name, path, (), phase, numbers={7: "add_norm"}), Linears(tiny())).name == part
+@pytest.mark.parametrize(("name", "path", "phase", "shapes", "expected"), CASES)
+def test_a_part_is_what_the_code_names_it(name, path, phase, shapes, expected):
+    model = Parts(tiny(d_ff=32))  # down is (32, 32), as out is
+    assert part(model, name, path, shapes, phase, numbers={7: "add_norm"}).name == expected
 
 
-# --- the timeline ---
-
-
-def test_each_moment_belongs_to_one_piece_of_work():
-    """On a GPU to what computes (0) before copies (1) and communication (2), on a CPU to the innermost."""
-    works = [Work("kernel", *times, True) for times in ((0, 10), (5, 20), (8, 30), (18, 24))]
-    assert add_up(works, 0, 40, [0, 0, 2, 1]) == ({0: 10, 1: 10, 3: 4, 2: 6}, 10)
-    nested = [Work("aten::op", *times, False) for times in ((0, 30), (5, 25), (10, 15), (40, 50))]
-    assert add_up(nested, 0, 50, [0] * 4) == ({0: 10, 1: 15, 2: 5, 3: 10}, 10)
+def test_on_a_cpu_operators_compute_and_python_is_idle():
+    model = Parts(tiny())
+    for name, step in (
+        ("aten::abs", MEMORY),
+        (f"{PREFIX}heads", "idle"),
+        ("## Call CompiledFxGraph", MEMORY),
+        ("gloo:all_reduce", COMMUNICATION),
+    ):
+        assert part(model, name, name, on_gpu=False).step == step
 
 
 # --- recordings of a GPU ---
+
+
+def test_each_moment_belongs_to_one_piece_of_work():
+    """On a GPU to what computes before copies and communication, on a CPU to the innermost."""
+    kernel, copy = Part("kernel", MEMORY), Part("communication: all-reduce", COMMUNICATION)
+    times = {(0, 10): kernel, (5, 20): kernel, (8, 30): copy, (18, 24): kernel}
+    works = [
+        Work("Memcpy" if start == 18 else "k", start, end, "", one) for (start, end), one in times.items()
+    ]
+    assert add_up(works, 0, 40) == ([10, 10, 6, 4], 10)
+    nested = [Work("op", start, end, None, kernel) for start, end in ((0, 30), (5, 25), (10, 15), (40, 50))]
+    assert add_up(nested, 0, 50) == ([10, 15, 5, 10], 10)
 
 
 def window(iterations, operators=False):
@@ -207,82 +192,80 @@ def window(iterations, operators=False):
 
 
 @pytest.fixture
-def rank(tmp_path):
+def recording(tmp_path):
     """What three recorded iterations leave, of which the first does not count."""
     write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
-    return read_rank(tmp_path, 0)
+    return read_recording(tmp_path, Parts(tiny()))[:3]
 
 
 def milliseconds(found):
     return {row["part"]: row["ms"] for row in found["parts"]}
 
 
-def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(rank):
-    assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
-    found = breakdown(rank, Linears(tiny()))
+def test_a_kernel_gets_the_part_that_it_has_in_the_other_window(recording):
+    found = breakdown(*recording)
     ms = milliseconds(found)
     assert found["iterations"] == 2 and found["wall_ms"] == pytest.approx(0.1)
     assert ms["qkv forward"] == ms["communication: all-reduce"] == pytest.approx(0.020), "what nothing hides"
     assert found["communication_hidden_ms"] == pytest.approx(0.020)
-    assert ms["Memset (Device)"] == pytest.approx(0.010) and ms[IDLE] == pytest.approx(0.040)
-    assert sum(ms.values()) == pytest.approx(found["wall_ms"]) and adds_up(found)
+    assert ms["Memset (Device)"] == pytest.approx(0.010) and ms[IDLE.name] == pytest.approx(0.040)
+    assert sum(ms.values()) == pytest.approx(found["wall_ms"]) and found["adds_up"]
     (tflops,) = (row["tflops"] for row in found["parts"] if row["part"] == "qkv forward")
-    assert tflops == pytest.approx(2 * 128 * 32 * 64 / 20e-6 / 1e12)
-    # counts of a kernel's kind that differ leave its place unknown
-    places = [work.place for work in rank.work if work.name == "same_name_everywhere"]
-    assert [place and place.operator for place in places] == ["nanomfu::rms_norm", None, "nanomfu::rms_norm"]
+    config = tiny()
+    flops = 2 * 128 * 32 * 64 * config.n_layer * config.micro_steps
+    assert tflops == pytest.approx(flops / 20e-6 / 1e12)
+    # one of the two iterations has this kernel in another kind, of which nothing is known
     assert ms["rms_norm"] == ms["same_name_everywhere"] == pytest.approx(0.005)
 
 
-def test_kernels_of_which_there_are_more_have_a_place_only_if_the_known_ones_are_alike():
-    one, other, more = work("k", "aten::abs"), work("k", "aten::neg"), [work("k")] * 3
-    assert {each.place for each in give_places(more, [one, other])} == {None}
-    assert {each.place for each in give_places(more, [one, one])} == {one.place}
+def test_kernels_of_which_there_are_more_have_a_part_only_if_the_known_ones_are_alike():
+    one, other, own = (Work("k", 0, 1, "", Part(name, MEMORY)) for name in ("one", "other", "k"))
+    for placed, expected in (([one, other], "k"), ([one, one], "one"), ([], "k")):
+        assert {work.part.name for work in give_parts([own] * 3, placed)} == {expected}
+    assert [work.part.name for work in give_parts([own] * 2, [one, other])] == ["one", "other"]
 
 
 @pytest.mark.parametrize(
     ("unprofiled", "idle", "own"), [(0.09, 0.03, 0.01), (0.05, 0, 0.04), (0.11, 0.04, 0)]
 )
-def test_what_only_the_profiler_takes_is_no_idle_time_of_the_training(rank, unprofiled, idle, own):
+def test_what_only_the_profiler_takes_is_no_idle_time_of_the_training(recording, unprofiled, idle, own):
     """It comes out of the idle time, and never out of the kernels; the waterfall ends without it."""
-    found = breakdown(rank, Linears(tiny()), unprofiled)
+    found = breakdown(*recording, unprofiled)
     ms = milliseconds(found)
-    assert ms[IDLE] == pytest.approx(idle) and ms.get(PROFILER, 0) == pytest.approx(own)
+    assert ms.get(IDLE.name, 0) == pytest.approx(idle) and ms.get(PROFILER.name, 0) == pytest.approx(own)
     assert sum(ms.values()) == pytest.approx(0.1) and ms["qkv forward"] == pytest.approx(0.020)
-    falls = waterfall(model_flops(tiny()), found, 1e12, None, "", None)
+    falls = waterfall(model_flops(tiny()), found, 1e12, None, None)
     assert falls["mfu_percent"] == pytest.approx(sum(model_flops(tiny())) / 1e12 / (0.1 - own) * 1e5)
     assert falls["steps"][-1]["left_percent"] == pytest.approx(falls["mfu_percent"], abs=1e-9)
 
 
 def test_a_trace_that_disagrees_with_the_hosts_clock_does_not_add_up(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=1.02 * 3e-4)
-    assert not adds_up(breakdown(read_rank(tmp_path, 0), Linears(tiny())))
+    assert not breakdown(*read_recording(tmp_path, Parts(tiny()))[:3])["adds_up"]
 
 
-def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(RunError, match="rank 0 has left no profile"):
-        read_rank(tmp_path, 0)
-    (tmp_path / "trace.json.gz").write_bytes(b"no gzip")
-    with pytest.raises(RunError, match="trace.json.gz cannot be read"):
-        read_recording(tmp_path / "trace.json.gz")
+def test_a_missing_or_damaged_trace_is_one_error(tmp_path):
+    with pytest.raises(RunError, match="no profile can be read"):
+        read_recording(tmp_path, Parts(tiny()))
+    write_rank(tmp_path, window(1, operators=True), window(0), 3, seconds=3e-4)
+    with pytest.raises(RunError, match="1 marks of iterations; it needs two"):
+        read_recording(tmp_path, Parts(tiny()))
+    (tmp_path / "profile_times_rank0.json.gz").write_bytes(b"no gzip")
+    with pytest.raises(RunError, match="BadGzipFile"):
+        read_recording(tmp_path, Parts(tiny()))
 
 
-# --- the text ---
-
-
-def test_the_text_shows_the_sum_and_puts_small_parts_together(rank):
-    found = breakdown(rank, Linears(tiny()))
+def test_the_text_shows_the_sum_and_puts_small_parts_together(recording):
     content = {
         "device": "NVIDIA H200",
-        "processes": 1,
-        "unprofiled": {"time_ms": 0.098, "mfu": {"mfu_percent": 41.5}},
-        "profiled": found,
-        "adds_up": adds_up(found),
-        "waterfall": waterfall(model_flops(tiny()), found, 1e12, 1.2, "", 0.02),
+        "processes": 2,
+        "unprofiled": {"time_ms": 0.098, "mfu_percent": 41.5},
+        "profiled": breakdown(*recording),
     }
+    content["waterfall"] = waterfall(model_flops(tiny()), content["profiled"], 1e12, 1.2, 0.02)
     text = "\n".join(report.lines(content))
-    assert "The table adds up" in text and "MFU 41.50 %; the profiled iterations take +2.0 %" in text
-    assert "all smaller ones" not in text and "qkv forward" in text
-    found["parts"][0]["percent"] = 0.01
+    assert "The table adds up" in text and "MFU 41.50 %; with it +2.0 %" in text and "hide" in text
+    assert "qkv forward" in text and "2 processes, rank 0" in text
+    content["profiled"]["parts"][0]["percent"] = 0.01
     text = "\n".join(report.lines(content))
-    assert "all smaller ones" in text and "qkv forward" not in text
+    assert "qkv forward" not in text and "0.020" in text.partition("all smaller ones")[2].partition("\n")[0]

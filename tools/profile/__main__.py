@@ -3,7 +3,7 @@
     python -m tools.profile config/full_qwen3_1.8b_optimal.py --tokens_per_iter=65536
     python -m tools.profile config/quickstart.py --nproc=2
 
-It trains for a few iterations with the profiler and for a few without, each in a process of its own; any
+It trains for a few iterations with the profiler and for as many without, each a run of bench.throughput; any
 key of train.py is handed on. The output folder has the table and the waterfall as text and JSON, and the
 Chrome traces of every rank, for https://ui.perfetto.dev. docs/profile.md says how to read them.
 """
@@ -11,90 +11,73 @@ Chrome traces of every rank, for https://ui.perfetto.dev. docs/profile.md says h
 from __future__ import annotations
 
 import argparse
+import datetime
 import shlex
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench import plan
-from bench.plan import Entry, as_flags
-from bench.runner import LOG, run_entry, run_folder
-from bench.table import new_folder
-from bench.throughput import dataset_chooser
 from common.arguments import user_folder, user_path, whole_number
 from common.command import FAILED, run_command, say
 from common.durable_file import write_bytes, write_json
 from common.errors import RunError
-from tools.profile.report import MEASURED_ROW, analyze, config_of, lines
+from tools.profile.report import analyze, lines, read_run
+from tools.trials import run_trial
 from training.configuration.flags import take_flags
-from training.configuration.keys import KEYS
-from training.configuration.rules import OF_FSDP
+from training.configuration.keys import ROOT
 from training.pretrained.settings import load_run_config
 from training.records.profiler import ITERATIONS
 
-# Keys that this tool sets itself, so that nothing but training is between the iterations.
-FIXED = {
-    **plan.FIXED,
-    "max_iters": ITERATIONS,
-    **plan.UNDISTURBED,
-    "log_interval": 10,
-    "profile": "time",
-}
-RESERVED = {*FIXED, "out_dir"}
-# Of the run without the profiler, which tells what an iteration takes.
-PLAIN: dict[str, object] = {"profile": None, "max_iters": MEASURED_ROW + 1}
-TIMEOUT_S = 3600  # of each process
+WARMUP = 5  # iterations before those that count without the profiler
+TIMEOUT_S = 3600  # of each run
 
 
 def main(argv: list[str]) -> int:
-    options, overrides = parse(argv)
-    plan.check_overrides(overrides, RESERVED, "--output or --dataset, or leave it out")
-    flags = [options.config, *overrides, *as_flags(FIXED)]
-    config = load_run_config(flags, options.nproc)
-    folder = new_folder(options.output, Path(options.config).stem, "out-profile")
-    if dataset := dataset_chooser(options.dataset, folder):
-        flags.append(f"--dataset={dataset(config)}")
+    options, flags = parse(argv)
+    load_run_config([options.config, *flags], options.nproc)  # says what is wrong before anything starts
+    started = f"{Path(options.config).stem}_{datetime.datetime.now():%Y%m%d_%H%M%S}"
+    folder = (options.output or Path("out-profile") / started).resolve()
     try:
-        content = measure(flags, options.nproc, options.roofline, folder)
+        content = measure(options, flags, folder)
     except RunError as error:
         say(f"error: {error}")
         return FAILED
     content["command"] = shlex.join(["python", "-m", "tools.profile", *argv])
-    text = lines(content)
-    print("\n".join(text), flush=True)
+    text = "\n".join(lines(content))
+    print(text, flush=True)
     write_json(folder / "profile.json", content)
-    write_bytes(folder / "profile.txt", ("\n".join(text) + "\n").encode())
-    print(f"Saved in {folder}; the Chrome traces are runs/profiled.1/profile_*.json.gz")
-    return 0 if content["adds_up"] else FAILED
+    write_bytes(folder / "profile.txt", f"{text}\n".encode())
+    print(f"Saved in {folder}; the Chrome traces are profiled/runs/*/profile_*.json.gz")
+    return 0 if content["profiled"]["adds_up"] else FAILED
 
 
-def measure(flags: list[str], processes: int, with_roofline: bool, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, flags: list[str], folder: Path) -> dict[str, Any]:
     """The content of profile.json. Raises RunError if a training fails."""
-    profiled, out_dir = run("variant", "profiled", flags, processes, folder)
-    _, plain_dir = run("variant", "plain", [*flags, *as_flags(PLAIN)], processes, folder)
-    roofline, reason = None, "not asked for: --no-roofline"
-    if with_roofline:
-        alone: dict[str, object] = {name: KEYS[name].default for name in ("use_zero1", "use_fsdp", *OF_FSDP)}
-        alone |= {"profile": None, "batch_size": config_of(profiled.facts).micro_batch}
-        entry, _ = run("roofline", "roofline", [*flags, *as_flags(alone)], 1, folder)
-        roofline, reason = entry.result, entry.runs[0]["reason"]
-    return analyze(out_dir, plain_dir, roofline, reason)
+    profiled = train(options, [*flags, "--profile=time"], folder / "profiled")["variant"]
+    out_dir = ROOT / profiled["runs"][0]["folder"]
+    config = read_run(out_dir)[1]
+    same = [f"--batch_size={config.micro_batch}", f"--loss_chunks={config.logit_parts}", "--profile=None"]
+    found = train(options, [*flags, *same, *["--roofline"] * options.roofline], folder / "plain")
+    not_asked = {"result": None, "runs": [{"reason": "not asked for: --no-roofline"}]}
+    roofline = found.get("roofline", not_asked)
+    return analyze(out_dir, found["variant"]["result"], roofline["result"], roofline["runs"][0]["reason"])
 
 
-def run(kind: str, name: str, argv: list[str], processes: int, folder: Path) -> tuple[Entry, Path]:
-    """Runs train.py or bench.roofline: (its results, its folder). Raises RunError if train.py fails."""
-    entry = Entry(kind, name, argv, processes, "")
-    out_dir = run_folder(entry, 1, folder)
-    print(f"{name}: the console is {out_dir / LOG}", flush=True)
-    options = argparse.Namespace(timeout=TIMEOUT_S, keep_cache=True, warmup=0)
-    run_entry(entry, 1, folder, options, [entry])
-    if kind == "variant" and (reason := entry.runs[0]["reason"]):
-        raise RunError(f"train.py: {reason}; {out_dir / LOG} has its whole output")
-    return entry, out_dir
+def train(options: argparse.Namespace, flags: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """{kind: entry of bench.throughput's table}. Raises RunError if train.py fails."""
+    print(f"{folder.name}: the run is in {folder}", flush=True)
+    own = {"config": options.config, "nproc": options.nproc, "dataset": options.dataset, "timeout": TIMEOUT_S}
+    own |= {"warmup": WARMUP, "iters": ITERATIONS - 1 - WARMUP}
+    words = [f"--{key}={value}" for key, value in own.items() if value is not None]
+    entries = {entry["kind"]: entry for entry in run_trial([*words, *flags], folder)}
+    if reason := entries["variant"]["runs"][0]["reason"]:
+        raise RunError(f"train.py: {reason}; {folder} has its whole output")
+    return entries
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the options, the flags of train.py). Raises UserError."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.profile",
         description="Show where the time of an iteration goes.",
@@ -108,7 +91,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--dataset", type=user_path, help="instead of the config's own; 'random': random tokens")
     text = "measure the matmuls alone, without which the waterfall has one step for them"
     add("--roofline", action=argparse.BooleanOptionalAction, default=True, help=text)
-    flags, rest = take_flags(argv, plan.OWN_OPTIONS)
+    flags, rest = take_flags(argv, ("dataset",))
     options, unknown = parser.parse_known_args(rest)
     return options, [*flags, *unknown]
 

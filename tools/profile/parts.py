@@ -1,131 +1,129 @@
-"""Says which part of an iteration a piece of work is: a matmul of the model, attention, communication, or a
-part that the code itself names (trace.Place.name).
+"""Says which part of an iteration a piece of work is: a matmul of the model, attention, communication, or
+what the code itself names.
 
 A Linear with K inputs and N outputs is three products for M tokens: forward (M, K) x (K, N), dgrad (M, N) x
-(N, K), wgrad (N, M) x (M, K). Their shapes tell which one a matmul is. Compiled code has no ranges: there a
-kernel of torch.compile has the names of the operators that it was made of.
+(N, K), wgrad (N, M) x (M, K). Their shapes and the phase tell which one a matmul is. Compiled code has no
+ranges: there a kernel of torch.compile has the names of the operators that it was made of.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.roofline import matmul_shapes
+import torch
+
+import model_builder
 from ops.ranges import BACKWARD, FORWARD
-from tools.profile.trace import COMPILED, RECOMPUTE, Place, Work
 from training.configuration.keys import TrainConfig
 
-# {operator: which of its tensors are the two factors}. Those of ours are one matmul each, of the first tensor
-# and the second or its transpose: by cuBLASLt, and by QuACK.
-PRODUCTS = {
-    **dict.fromkeys(("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2"), (0, 1)),
-    **dict.fromkeys(("aten::addmm", "aten::addmm_"), (1, 2)),
-}
-OWN_PRODUCTS = (
-    "nanomfu::add_float8_weight_gradient",
-    "nanomfu::activated_matmul",
-    "nanomfu::activation_backward_matmul",
+# Operators that multiply two matrices; the factors are their first tensors, but addmm's second and third
+PRODUCT = re.compile(
+    r"aten::(mm|addmm_?|_scaled_mm|_scaled_mm_v2)|nanomfu::(\w+_matmul|add_float8_weight_gradient)"
 )
-HEAD = "head"
-MATMULS = ("forward", "dgrad", "wgrad")
 
+RECOMPUTE = "recompute"  # the phase of a forward within the backward
+COMPILED = ("CompiledFunction", "## Call CompiledFxGraph")
 COLLECTIVE = re.compile(r"(?i)nccl|gloo|c10d|record_param_comms")
-KIND = re.compile(r"(?i)(all_?gather|reduce_?scatter|all_?reduce|broadcast)")
-ATTENTION = re.compile(r"(?i)attention|attn|^aten::bmm")  # bmm: only the manual one has it
-ATTENTION_FORWARD = re.compile(r"forward|fwd|attention$")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
+OF_ATTENTION = re.compile(r"(?i)attention|attn|^aten::bmm")  # bmm: only the manual one has it
+FORWARD_OF_ATTENTION = re.compile(r"forward|fwd")
 FUSED = re.compile(r"^triton_[a-z]+_fused_+(\w+?)(?:_\d+)?$")  # a kernel of torch.compile
 NAME_WIDTH = 60  # characters of a kernel's name, or of those of its operators
 # of a CPU's events: those that compute; others are ranges, Python functions and autograd
 CALL = re.compile(r"(?!autograd|torch)\w+::")
 
-# Groups of parts: the steps of the waterfall, but for the profiler, which is in none.
-MATMUL, OF_ATTENTION, RECOMPUTATION, MEMORY = "matmuls", "attention", "recomputation", "memory-bound"
-COMMUNICATION, OF_IDLE, OF_PROFILER = "communication", "idle", "profiler"
-GROUPS = (MATMUL, OF_ATTENTION, RECOMPUTATION, MEMORY, COMMUNICATION, OF_IDLE, OF_PROFILER)
-PROFILER = "the profiler itself"  # idle time that the same iterations do not have without it
-IDLE = "nothing running"  # on a CPU: Python and autograd between the operators
-COMPILED_CODE = "compiled code"  # on a CPU, whose traces do not have its kernels
+# Groups of parts, each a step of the waterfall, but for the profiler
+MATMUL, ATTENTION, RECOMPUTATION = "matmuls in the run", "attention", "recomputation"
+MEMORY, COMMUNICATION = "memory-bound operations", "communication that nothing hides"
+OF_IDLE, OF_PROFILER = "idle", "profiler"
+GROUPS = (MATMUL, ATTENTION, RECOMPUTATION, MEMORY, COMMUNICATION, OF_IDLE, OF_PROFILER)
+
+
+class Place(NamedTuple):
+    """Where in the code a piece of work belongs."""
+
+    name: str  # the innermost range or operator of ours; without one, the outermost call
+    path: tuple[str, ...]  # ranges and operators, from the outside
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that the innermost operator takes
+    phase: str  # FORWARD, BACKWARD, RECOMPUTE or '': before and after them
 
 
 class Part(NamedTuple):
     name: str
-    group: str  # of GROUPS
-    flops: float = 0.0  # of the call, of a matmul
+    step: str  # of GROUPS
+    flops: float = 0.0  # in an iteration of one GPU; 0: not counted
 
 
-class Linears:
-    """Every Linear of the model, and the tokens of a micro-step."""
+PROFILER = Part("the profiler itself", OF_PROFILER)  # idle time that is not there without it
+IDLE = Part("nothing running", OF_IDLE)  # on a CPU: Python and autograd between the operators
+COMPILED_CODE = Part("compiled code", MEMORY)  # on a CPU, whose traces do not have its kernels
+
+
+class Parts:
+    """Those of a model and its micro-batch."""
 
     def __init__(self, config: TrainConfig):
         tokens = config.micro_batch * config.block_size
-        part = -(-tokens // config.logit_parts)  # as torch.chunk divides them
-        of_head = {min(part, tokens - first) for first in range(0, tokens, part)}
-        self.products: list[tuple[str, str, tuple[int, int, int]]] = []
-        for name, inputs, outputs in matmul_shapes(config.model_config()):
-            name, rows = (HEAD, of_head) if name == "lm_head" else (name, {tokens})
-            for M in rows:
-                shapes = (M, inputs, outputs), (M, outputs, inputs), (outputs, M, inputs)
-                self.products += [(name, *each) for each in zip(MATMULS, shapes, strict=True)]
+        chunk = -(-tokens // config.logit_parts)  # as torch.chunk divides them
+        chunks = {min(chunk, tokens - first) for first in range(0, tokens, chunk)}
+        modules = model_builder.build_model(config.model_config()).named_modules()
+        linears = [(name.split(".")[-1], one) for name, one in modules if isinstance(one, torch.nn.Linear)]
+        # {(phase, or 'head', whose gradients are made in the forward; the factors): names of products}
+        self.names: defaultdict[tuple, list[str]] = defaultdict(list)
+        self.flops: dict[str, float] = {}  # in an iteration
+        counted = Counter((name, one.in_features, one.out_features) for name, one in linears)
+        for (name, K, N), count in counted.items():
+            head = "head" if name == "lm_head" else None
+            for M in chunks if head else {tokens}:
+                products = {"forward": ((M, K), (K, N)), "dgrad": ((M, N), (N, K)), "wgrad": ((N, M), (M, K))}
+                for direction, shapes in products.items():
+                    product = f"{head or name} {direction}"
+                    phase = FORWARD if direction == "forward" else BACKWARD
+                    self.names[head or phase, factors(shapes)].append(product)
+                    self.flops[product] = 2.0 * config.micro_steps * count * tokens * K * N
 
-    def part_of(self, place: Place) -> Part:
-        """'qkv forward'. Where several Linears fit, all are named: 'qkv/up forward'; where none does, the
-        shape: 'other matmul 8x16x32'. The head, which makes its gradients in the forward, has a range of its
-        own; elsewhere the phase tells products of equal shape apart, as GPT-2's up forward and down dgrad."""
-        found = factors(place)
-        if found is None:
-            return Part("other matmul", MATMUL)
-        in_head = "LinearCrossEntropy" in place.path
-        fits = [
-            (name, direction)
-            for name, direction, shape in self.products
-            if shape == found and in_head == (name == HEAD)
-            if in_head or (direction == FORWARD) == (place.phase != BACKWARD)
-        ]
-        flops = 2.0 * found[0] * found[1] * found[2]
-        if not fits:
-            return Part("other matmul {}x{}x{}".format(*found), MATMUL, flops)
-        adds = any("weight_gradient" in name for name in place.path) and any(d == "wgrad" for _, d in fits)
-        direction = "wgrad" if adds else fits[0][1]
-        names = "/".join(dict.fromkeys(name for name, its in fits if its == direction))
+    def of(self, name: str, place: Place | None, on_gpu: bool = True) -> Part:
+        """The part of a kernel, or of an operator on a CPU. place: None if its name is all that is known."""
+        names = (*reversed(place.path), place.name) if place else ()  # from the inside
+        if COLLECTIVE.search(name):
+            plain = [each.lower().replace("_", "") for each in (name, *names)]
+            kinds = (kind for each in plain for kind in COLLECTIVES if kind.replace("-", "") in each)
+            return Part(f"communication: {next(kinds, 'other')}", COMMUNICATION)
+        if not on_gpu and name.startswith(COMPILED):
+            return COMPILED_CODE
+        if not on_gpu and not CALL.match(name):
+            return IDLE
+        if place and PRODUCT.fullmatch(place.path[-1]) and not name.startswith("Memset"):
+            return self._product(place)
+        if attention := next((each for each in (*names, name) if OF_ATTENTION.search(each)), None):
+            phase = (place.phase if place else "") or FORWARD
+            # compiled code has no ranges: the operator's name tells what its backward computes again
+            if phase == BACKWARD and FORWARD_OF_ATTENTION.search(attention):
+                phase = RECOMPUTE
+            return Part(f"attention {phase}", RECOMPUTATION if phase == RECOMPUTE else ATTENTION)
+        if fused := FUSED.match(name):
+            return Part(f"compiled: {fused[1][:NAME_WIDTH]}", MEMORY)
+        return Part(place.name if place else name[:NAME_WIDTH], MEMORY)
+
+    def _product(self, place: Place) -> Part:
+        """'qkv forward'. Where several products fit, all are named: 'qkv forward/up forward'; where none
+        does, the shapes: 'other matmul 8x16 16x32'."""
+        first = 1 if "addmm" in place.path[-1] else 0
+        shapes = place.shapes[first : first + 2]
+        phase = BACKWARD if place.phase == BACKWARD else FORWARD
+        names = self.names.get(("head" if "LinearCrossEntropy" in place.path else phase, factors(shapes)))
+        is_wgrad = any("weight_gradient" in name for name in place.path)  # a dgrad may have the same shapes
+        names = [name for name in names or () if name.endswith("wgrad") == is_wgrad] or names
+        if not names:
+            return Part(" ".join(["other matmul", *("x".join(map(str, shape)) for shape in shapes)]), MATMUL)
         if place.phase == RECOMPUTE:
-            return Part(f"{names} {RECOMPUTE}", RECOMPUTATION, flops)
-        return Part(f"{names} {direction}", MATMUL, flops)
+            return Part("/".join(names).replace(FORWARD, RECOMPUTE), RECOMPUTATION)
+        return Part("/".join(names), MATMUL, sum(self.flops[name] for name in names))
 
 
-def factors(place: Place) -> tuple[int, int, int] | None:
-    """(rows, inner, columns) of a product of two matrices."""
-    first, second = PRODUCTS.get(place.operator, (0, 1))
-    shapes = place.shapes
-    if len(shapes) <= second or len(shapes[first]) != 2 or len(shapes[second]) != 2:
-        return None
-    (rows, inner), (again, columns) = shapes[first], shapes[second]
-    if place.operator in OWN_PRODUCTS and inner == columns:  # transposed; of a square one, both give the same
-        again, columns = columns, again
-    return (rows, inner, columns) if inner == again else None
-
-
-def part_of(work: Work, linears: Linears) -> Part:
-    name, place = work.name, work.place
-    names = (*reversed(place.path), place.name) if place else ()  # from the inside
-    if COLLECTIVE.search(name):
-        kind = next((found[1].lower() for each in (name, *names) if (found := KIND.search(each))), "other")
-        return Part("communication: " + re.sub("^(all|reduce)_?(?=.)", r"\1-", kind), COMMUNICATION)
-    if not work.device and name.startswith(COMPILED):
-        return Part(COMPILED_CODE, MEMORY)
-    if not work.device and not CALL.match(name):
-        return Part(IDLE, OF_IDLE)
-    # on a CPU, operators within ours compute
-    products = (*PRODUCTS, *OWN_PRODUCTS) if work.device else tuple(PRODUCTS)
-    if place and place.operator in products and not name.startswith("Memset"):
-        return linears.part_of(place)
-    if attention := next((each for each in (*names, name) if ATTENTION.search(each)), None):
-        phase = (place.phase if place else "") or FORWARD
-        # compiled code has no ranges: there its name tells what the backward computes again
-        is_call = place and attention in place.path
-        if is_call and phase == BACKWARD and ATTENTION_FORWARD.search(attention):
-            phase = RECOMPUTE
-        return Part(f"attention {phase}", RECOMPUTATION if phase == RECOMPUTE else OF_ATTENTION)
-    if fused := FUSED.match(name):
-        return Part(f"compiled: {fused[1][:NAME_WIDTH]}", MEMORY)
-    return Part(place.name if place else name[:NAME_WIDTH], MEMORY)
+def factors(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Equal for a matrix and its transpose, which some operators take."""
+    return tuple(tuple(sorted(shape)) for shape in shapes)

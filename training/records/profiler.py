@@ -85,6 +85,9 @@ class Profiler:
         self.windows = windows(self.on_gpu) if config.profile else []
         self.began: float | None = None  # by the host's clock; None while nothing is recorded
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
+        if self.windows and self.on_gpu:
+            gpu = torch.cuda.get_device_properties(world.device)
+            self.facts |= {"capability": [gpu.major, gpu.minor], "multiprocessors": gpu.multi_processor_count}
 
     def before(self, iteration: int) -> None:
         """Called before the batch of each iteration is taken. All ranks."""
