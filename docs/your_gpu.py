@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import UserError
-from tools.model_families import parameters
-from tools.plan import HOFFMANN
+from tools.plan import HOFFMANN, parameters
 from training.configuration.batch import is_auto
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import AUTO, ROOT, TrainConfig
