@@ -29,12 +29,13 @@ from typing import Any
 import torch
 
 from bench import plan
+from bench.figures import figures, note, summary
 from bench.plan import Entry
-from bench.precision_rows import BASELINE, CONFIG, HEAD, REPEATS, ROWS, STUDIED, Row, corrected
+from bench.precision_rows import BASELINE, CONFIG, HEAD, REPEATS, ROWS, STUDIED, Row, published
 from bench.process import TIMEOUT_MAX_S, end_with_status
-from bench.runner import SERIES, claim, kept, mean_and_deviation, run_and_keep, run_folder
+from bench.runner import kept, run_bench
 from bench.suites import Variant
-from bench.table import about_this, heading, open_folder, result_line, save_table, table_of
+from bench.table import about_this, heading, open_folder, save_table, table_of
 from bench.throughput import ITERS_MAX, check_formula, dataset_chooser, seed_numbers
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
@@ -58,30 +59,13 @@ SMALL |= {"learning_rate": 6e-4, "min_lr": 0.0, "lr_decay_iters": None}  # None:
 
 
 def main(argv: list[str]) -> int:
-    arguments, overrides = parse(argv)
+    options, overrides = parse(argv)
     plan.check_overrides(overrides, OTHERS, INSTEAD)
     check_formula()
-    folder = open_folder(Path(arguments.output).resolve())
-    asked = PHASES if arguments.phase == "all" else (arguments.phase,)
-    runs = [run for phase in asked for run in runs_of(phase, arguments, folder, overrides)]
-    content = about_this("bench.precision", argv)
-    missing = [run for run in runs if not is_finished(run, folder)]
-    if len(missing) < len(runs):
-        done = f"{len(runs) - len(missing)} of {len(runs)} runs are finished"
-        print(f"{done} and are not run again", flush=True)
-    for number, run in enumerate(missing, start=1):
-        title = f"[{number}/{len(missing)}] {run.name}"
-        with claim(folder / "runs" / f"{run_folder(run, 0, folder).stem}.lock") as ours:
-            if not ours:
-                print(f"{title}: another process is at it", flush=True)
-            elif not is_finished(run, folder):  # another process may have done it meanwhile
-                print(f"{title}: started", flush=True)
-                warmup = arguments.warmup if run.about["phase"] == "speed" else 0
-                run_and_keep(run, folder, argparse.Namespace(**{**vars(arguments), "warmup": warmup}))
-                print(f"{title}: {result_line(run)}", flush=True)
-        save(folder, content, runs)  # so that an interrupted benchmark leaves its results
-    print("\n".join(["", *save(folder, content, runs), "", f"Saved in {folder}"]), flush=True)
-    return 1 if any(run.runs and run.runs[-1]["reason"] for run in runs) else 0
+    folder, content = open_folder(options.output), about_this("bench.precision", argv)
+    phases = PHASES if options.phase == "all" else (options.phase,)
+    runs = [run for phase in phases for run in runs_of(phase, options, folder, overrides)]
+    return run_bench(runs, folder, options, lambda: save(folder, content, runs))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -119,16 +103,19 @@ def row_names(text: str) -> tuple[str, ...]:
 # --- what is run ---
 
 
-def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: list[str]) -> list[Entry]:
+def runs_of(phase: str, options: argparse.Namespace, folder: Path, overrides: list[str]) -> list[Entry]:
     """The runs of a phase. Raises UserError for settings with which no row could run."""
-    chosen = dataset_chooser(arguments.dataset or ("random" if phase == "speed" else TEXT), folder)
+    chosen = dataset_chooser(options.dataset or ("random" if phase == "speed" else TEXT), folder)
     assert chosen
-    seeds, config, keys, fixed = (None,), CONFIG, SPEED_KEYS, dict(plan.FIXED)
-    flags = [*overrides, *plan.iteration_flags(arguments.iters, arguments.warmup)]
+    seeds: list[dict[str, object]] = [{}]
+    config, keys, fixed = CONFIG, SPEED_KEYS, dict(plan.FIXED)
+    iters, warmup = options.iters, options.warmup
     if phase == "loss":  # the held-out one, after the last iteration
-        seeds, (config, keys) = arguments.seeds, loss_keys(arguments, chosen, overrides)
-        flags = [*overrides, *plan.iteration_flags(arguments.loss_iters - 1, 0)]
-        fixed["eval_interval"] = arguments.loss_iters
+        seeds = [{"seed": seed} for seed in options.seeds]
+        config, keys = loss_keys(options, chosen, overrides)
+        iters, warmup = options.loss_iters - 1, 0
+        fixed["eval_interval"] = options.loss_iters
+    flags = [*overrides, *plan.iteration_flags(iters, warmup)]
     base = load_run_config([config, *plan.as_flags(keys), *flags, *plan.as_flags(fixed)])
     base = dataclasses.replace(base, dataset=str(chosen(base)))
     if phase == "loss":  # on all windows if they are not too many: then they are the same for each seed
@@ -136,43 +123,38 @@ def runs_of(phase: str, arguments: argparse.Namespace, folder: Path, overrides: 
         batch = base.eval_batch_size or EVAL_BATCH
         fixed["eval_iters"] = max(1, min(EVAL_TOKENS // (batch * base.block_size), windows // batch))
     settings = f"{phase}: {shlex.join([config, *plan.as_flags(keys), *flags])} --dataset={base.dataset}"
-    runs = []
-    for row, seed in itertools.product(arguments.rows, seeds):
-        own = ROWS[row].keys(base.n_layer) | ({} if seed is None else {"seed": seed})
+    runs: list[Entry] = []
+    for row, seed in itertools.product(options.rows, seeds):
+        own = ROWS[row].keys(base.n_layer) | seed
         if base.init_weights:
             del own["weight_tying"]  # the weights say so
-        name = f"{phase} {row}" + ("" if seed is None else f", seed {seed}")
+        name = ", ".join([f"{phase} {row}", *(f"seed {number}" for number in seed.values())])
         variant = Variant(name, config, {**keys, **own})
-        (entry,) = plan.make_plan((variant,), flags, chosen, torch.cuda.device_count(), keys=fixed)
-        entry.about = {"phase": phase, "row": row, "seed": seed, "settings": settings}
-        runs.append(entry)
+        gpus = torch.cuda.device_count()
+        runs += plan.make_plan((variant,), flags, chosen, gpus, keys=fixed, warmup=warmup)
+        runs[-1].about = {"phase": phase, "row": row, "seed": seed.get("seed"), "settings": settings}
     return runs
 
 
-def loss_keys(arguments: argparse.Namespace, chosen: Callable, overrides: list[str]) -> tuple[str, dict]:
+def loss_keys(options: argparse.Namespace, chosen: Callable, overrides: list[str]) -> tuple[str, dict]:
     """The config and the keys of a training whose loss is compared: from weights as the study did, or a small
     model from scratch."""
-    if arguments.hf:
-        if not arguments.dataset:
+    if options.hf:
+        if not options.dataset:
             raise UserError("--hf needs --dataset: text made with the tokenizer of these weights")
-        weights = f"hf:{Path(arguments.hf).resolve()}"
+        weights = f"hf:{Path(options.hf).resolve()}"
         return STUDIED, {"init_weights": weights, "use_dataloader": False, "lr_decay_iters": None}
     base = load_run_config([CONFIG, *plan.as_flags(SMALL), *overrides])
     sources = open_sources(dataclasses.replace(base, dataset=str(chosen(base))), scan=False)
     largest = max(source.meta["vocab_size"] for source in sources)
     vocabulary = -(-largest // 128) * 128  # what the blocks of every recipe divide
-    return CONFIG, {**SMALL, "vocab_size": vocabulary, "warmup_iters": min(50, arguments.loss_iters // 6)}
-
-
-def is_finished(run: Entry, folder: Path) -> bool:
-    """Whether a run that had the same arguments succeeded, in any process."""
-    return any(done.argv == run.argv and done.result for done, _ in kept(folder))
+    return CONFIG, {**SMALL, "vocab_size": vocabulary, "warmup_iters": min(50, options.loss_iters // 6)}
 
 
 # --- the table ---
 
-# {column: format of its numbers, '' for text}
-COLUMNS = {"row": "", "weights": "", "matmuls": "", "executed as": "", "tokens/s": ",.0f", "MFU %": ".1f"}
+# {column: format}
+COLUMNS = {"row": "s", "weights": "", "matmuls": "", "executed as": "", "tokens/s": ",.0f", "MFU %": ".1f"}
 COLUMNS |= {"causal %": ".1f", "of fp8 %": ".1f", "peak GiB": ".1f", "reserved": ".1f"}
 COLUMNS |= {"held-out loss": ".4f", "from row 1 %": "+.2f", "study's tokens/s": ",.0f"}
 COLUMNS |= {"study's MFU %": ".2f", "corrected %": ".1f", "its causal %": ".1f", "study's memory %": ".2f"}
@@ -186,74 +168,52 @@ LEGEND = (
 
 
 def save(folder: Path, content: dict, planned: list[Entry]) -> list[str]:
-    """Saves the table and everything; returns the lines of the document, with the newest run of each row and
-    seed: in each phase of those with the settings of this command, else of the newest run."""
-    done = [run for run, _ in kept(folder) if run.about.get("row") in ROWS]
+    """Saves the table and everything: the newest run of each row and seed, in each phase of those with the
+    settings of this command, else of the newest run."""
+    done = [run for run in kept(folder) if run.about.get("row") in ROWS]
     settings = {run.about["phase"]: run.about["settings"] for run in [*done, *planned]}
     alike = [run for run in done if run.about["settings"] == settings[run.about["phase"]]]
     runs = list({(run.about["phase"], run.about["row"], run.about["seed"]): run for run in alike}.values())
-    content |= {"settings": list(settings.values()), "rows": row_figures(runs)}
-    facts: dict = next((run.facts for run in runs if run.facts), {})
-    lines = [*heading(content, "precision matrix", facts), *(f"- {text}" for text in content["settings"])]
-    if peak := facts.get("hardware", {}).get("peak"):
-        lines.append(f"- bf16 peak: {peak['tflops_per_gpu'] or 'unknown'} TFLOPS, {peak['source']}")
-    lines += [
-        "",
-        *table_of(COLUMNS, content["rows"], ("weights", "matmuls", "executed as", "note")),
-        "",
-        LEGEND,
-    ]
-    save_table(folder, {**content, "runs": [dataclasses.asdict(run) for run in runs]}, lines)
-    return lines
+    rows = table_rows(runs)
+    lines = [*heading(content, "precision matrix", runs), *(f"- {text}" for text in settings.values())]
+    lines += ["", *table_of(COLUMNS, rows), "", LEGEND]
+    content |= {"settings": list(settings.values()), "rows": rows}
+    return save_table(folder, {**content, "runs": list(map(dataclasses.asdict, runs))}, lines)
 
 
-def row_figures(runs: list[Entry]) -> list[dict[str, Any]]:
-    """{column: value} of each row, and its losses and failures; what was not measured is None or empty."""
-    of = {name: [run for run in runs if run.about["row"] == name] for name in ROWS}
-    losses = {
-        name: {
-            str(run.about["seed"]): run.facts["evaluations"][-1]["val_loss"]
-            for run in of[name]
-            if run.about["phase"] == "loss" and run.result
-        }
-        for name in ROWS
-    }
-    return [figures(row, of[row.name], losses[row.name], losses[BASELINE.name]) for row in ROWS.values()]
+def table_rows(runs: list[Entry]) -> list[dict[str, Any]]:
+    """{column: value} of each row, and its losses by seed; what was not measured is None or not there."""
+    losses: dict[str, dict[str, float]] = {name: {} for name in ROWS}
+    for run in runs:
+        if run.about["phase"] == "loss" and run.result:
+            losses[run.about["row"]][str(run.about["seed"])] = run.facts["evaluations"][-1]["val_loss"]
+    first, found = losses[BASELINE], []
+    for name, row in ROWS.items():
+        own = [run for run in runs if run.about["row"] == name]
+        changes = [100 * (loss / first[seed] - 1) for seed, loss in losses[name].items() if seed in first]
+        from_first = None if name == BASELINE else summary(changes)
+        found.append(row_of(row, own) | {"losses": losses[name], "from row 1 %": from_first})
+    return found
 
 
-def figures(row: Row, runs: list[Entry], own: dict[str, float], first: dict[str, float]) -> dict[str, Any]:
-    """`own` and `first`: the losses of the row and of row 1, by seed."""
-    speed: dict = next((run.result for run in runs if run.about["phase"] == "speed" and run.result), {})
+def row_of(row: Row, runs: list[Entry]) -> dict[str, Any]:
     facts: dict = next((run.facts for run in runs if run.result), {})
-    medians = {name: (speed.get(name) or {}).get("median") for name in SERIES}
     low, keys = facts.get("low_precision") or {}, row.own
-    paired = [100 * (own[seed] / first[seed] - 1) for seed in own if seed in first and row is not BASELINE]
     stochastic = " stochastic" * (keys.get("weight_rounding") == "stochastic")
-    found = {
+    found = figures([run for run in runs if run.about["phase"] == "speed"])
+    tied = facts.get("config", keys)["weight_tying"]
+    notes = [row.note, "" if tied else "untied", note(runs)]
+    return {
+        **found,
         "row": row.name,
         "weights": {"float32": "fp32", "bfloat16": "bf16"}[keys["param_dtype"]] + stochastic,
         "matmuls": keys["low_precision"] + " and head" * (keys["low_precision_scope"] == HEAD),
         "executed as": low.get("executed") or ("bf16" if facts and keys["low_precision"] == "none" else None),
-        "tokens/s": medians["tokens_per_sec"],
-        "MFU %": medians["mfu_percent"],
-        "causal %": medians["mfu_causal_percent"],
-        "of fp8 %": medians["mfu_fp8_percent"] if low.get("native", True) else None,
-        "peak GiB": speed.get("max_allocated_gb"),
-        "reserved": speed.get("max_reserved_gb"),
-        "held-out loss": mean_and_deviation(list(own.values())),
-        "from row 1 %": mean_and_deviation(paired),
-        "losses": own,
-        "weight_tying": facts.get("config", {}).get("weight_tying", keys["weight_tying"]),
+        "of fp8 %": found["of fp8 %"] if low.get("native", True) else None,
+        "held-out loss": figures([run for run in runs if run.about["phase"] == "loss"])["held-out loss"],
+        "note": "; ".join(filter(None, notes)),
+        **published(row),
     }
-    names = ("study's MFU %", "study's tokens/s", "study's loss", "study's memory %")
-    found |= zip(names, row.published or [None] * len(names), strict=True)
-    found["corrected %"], found["its causal %"] = corrected(row) or (None, None)
-    said = [row.note, "" if found["weight_tying"] else "untied", "" if runs else "not run"]
-    for run in runs:
-        phase, reason = run.about["phase"], run.runs[-1]["reason"]
-        said += [f"{phase} failed: {reason}"] * bool(reason)
-        said += [f"{phase} ran otherwise: {text}" for text in run.facts.get("fallbacks", [])]
-    return {**found, "note": "; ".join(dict.fromkeys(filter(None, said)))}
 
 
 if __name__ == "__main__":

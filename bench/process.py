@@ -16,10 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from common.command import FAILED, outcome, prepare_output, say
 from common.text import one_line, shorten
@@ -33,8 +32,7 @@ REASON_LENGTH = 300  # characters; the log has the rest
 LINE_LENGTH = 10_000  # a longer line of a log is read in parts
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a process ended."""
 
     seconds: float
@@ -43,10 +41,8 @@ class Outcome:
 
 def python_command(target: list[str], processes: int) -> list[str]:
     """The command that runs a script or ['-m', module], under torchrun if it needs several processes."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return launcher + target
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(torchrun if processes > 1 else []), *target]
 
 
 def from_root(path: Path) -> str:
@@ -56,52 +52,32 @@ def from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def run_process(
-    command: list[str],
-    log: Path,
-    timeout_s: float,
-    keep_cache: bool = False,
-    variables: Mapping[str, str] | None = None,
-    started: Callable[[subprocess.Popen], None] = lambda process: None,
-) -> Outcome:
+def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Outcome:
     """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s. Its
-    compile cache is the machine's own with keep_cache, else a new folder. `variables` are added to its
-    environment; `started` is told its process."""
-    with contextlib.ExitStack() as stack:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
-        # train.py sets this itself; a peer must have it, too
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    compile cache is the machine's own with keep_cache, else a new folder."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # train.py sets this itself; a peer must have it, too
+    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    new_folder = tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
+    with new_folder as cache, open(log, "w", encoding="utf-8") as output:
         if not keep_cache:
-            folder = tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
-            cache = stack.enter_context(folder)
             environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        output = stack.enter_context(open(log, "w", encoding="utf-8"))
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the other one
-        )
-        timed_out = False
-        started(process)
+        # in a session of its own: Ctrl-C reaches only this process, which then stops the other one
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            timed_out = True
+            return Outcome(timeout_s, f"not done after {timeout_s:g} s, stopped; see --timeout")
         finally:
-            _stop(process)
+            stop(process)
     seconds = time.perf_counter() - began
-    if timed_out:
-        return Outcome(seconds, f"not done after {timeout_s:g} s, stopped; see --timeout")
     with open(log, encoding="utf-8", errors="replace") as lines:
         return Outcome(seconds, failure_reason(process.returncode, lines))
 
 
-def _stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen) -> None:
     """SIGTERM comes first: torchrun's workers have sessions of their own, and only torchrun can end them."""
     if process.poll() is not None:
         return
@@ -120,15 +96,13 @@ def failure_reason(status: int, output: TextIO) -> str | None:
     The output may have any length: no more than a line of it is held."""
     if status == 0:
         return None
-    reason, is_error = "it said nothing", False
-    while not is_error and (line := output.readline(LINE_LENGTH)):
-        if found := re.match(r"(?:\[rank \d+\] )?error: (.+)$", line):
-            reason, is_error = found[1], True
-        elif line.strip():
-            reason = line
-    if status < 0 and not is_error:
-        reason = f"killed by {signal.Signals(-status).name}; last line: {reason}"
-    return one_line(reason, REASON_LENGTH)
+    last = "it said nothing"
+    while line := output.readline(LINE_LENGTH):
+        if error := re.match(r"(?:\[rank \d+\] )?error: (.+)$", line):
+            return one_line(error[1], REASON_LENGTH)
+        last = line if line.strip() else last
+    killed = f"killed by {signal.Signals(-status).name}; last line: " if status < 0 else ""
+    return one_line(killed + last, REASON_LENGTH)
 
 
 def end_with_status(main: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -51,97 +50,12 @@ HEAD = "lm_head"  # the one matmul outside the blocks
 BUDGET_S, HEAT_S = 4.0, 1.0
 HEAT_N = 8192  # of the square matrices
 SAMPLES, UNTIMED = 6, 0.25
+ON_A_CPU_S = 0.05  # of each operation
+Call = Callable[[], object]
 
 
-class Timing(NamedTuple):
-    """How long an operation is timed."""
-
-    warmup_s: float
-    sample_s: float
-    samples: int
-
-
-ON_A_CPU = Timing(0.02, 0.005, 5)
-
-
-# --- seconds of single operations ---
-
-
-def share_of_budget(operations: int, device: torch.device) -> Timing:
-    """How long each of so many operations is timed."""
-    if device.type == "cpu":
-        return ON_A_CPU
-    seconds = (BUDGET_S - HEAT_S) / operations
-    return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
-
-
-def heat(device: torch.device) -> None:
-    """Matmuls until the GPU's clock is that of sustained work."""
-    if device.type == "cuda":
-        a, b = torch.randn(2, HEAT_N, HEAT_N, device=device).bfloat16()
-        seconds_per_call(lambda: torch.mm(a, b), device, Timing(HEAT_S, 0.0, 1))
-
-
-def time_matmul(M: int, K: int, N: int, dtype: str, device: torch.device, timing: Timing) -> dict:
-    """Seconds and TFLOPS of x (M, K) times a Linear's weight (N, K), and of its two gradients."""
-    calls = products(M, K, N, dtype, device)
-    seconds = {name: seconds_per_call(call, device, timing) for name, call in calls}
-    rates = {name: 2 * M * K * N / value / 1e12 for name, value in seconds.items()}
-    return {"M": M, "K": K, "N": N, "seconds": seconds, "tflops": rates}
-
-
-def products(
-    M: int, K: int, N: int, dtype: str, device: torch.device
-) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """(name, call) of a Linear's products, in the layouts that autograd gives them; in fp8 as rows times
-    columns, the only layout that the tensor cores of Hopper take."""
-    if dtype != "fp8":
-        shapes = ((M, K), (N, K), (M, N))
-        x, weight, dy = (torch.randn(each, dtype=getattr(torch, dtype), device=device) for each in shapes)
-        yield "forward", lambda: torch.mm(x, weight.t())
-        yield "dgrad", lambda: torch.mm(dy, weight)
-        yield "wgrad", lambda: torch.mm(dy.t(), x)
-        return
-    one = torch.ones((), device=device)  # scale of an operand
-    passes = {  # (rows, inner, columns), dtype of the first operand
-        "forward": ((M, K, N), FORWARD),
-        "dgrad": ((M, N, K), GRADIENT),
-        "wgrad": ((N, M, K), GRADIENT),
-    }
-    for name, ((rows, inner, columns), first) in passes.items():
-        a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device).to(first)
-        b = torch.randn(columns, inner, dtype=torch.bfloat16, device=device).to(FORWARD).t()
-        # fast accumulation is not accurate enough for gradients (ops/float8.py)
-        multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=name == "forward")
-        yield name, partial(multiply, a, b, one, one)
-
-
-def time_attention(
-    config: TrainConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, timing: Timing
-) -> dict:
-    """One layer's attention. Rates are by causal FLOPs: kernels skip the rest."""
-    choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
-    B, T, D = config.micro_batch, config.block_size, model.head_dim
-    q, k, v = (
-        torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True)
-        for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
-    )
-    y = choice.attend(q, k, v, 0.0)
-    dy = torch.randn_like(y)
-    calls = {
-        "forward": lambda: choice.attend(q, k, v, 0.0),
-        "backward": lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
-    }
-    seconds = {name: seconds_per_call(call, device, timing) for name, call in calls.items()}
-    causal = 2 * B * T * T * model.n_head * D  # two products, half of each; backward has four
-    rates = {
-        name: causal * factor / seconds[name] / 1e12 for name, factor in (("forward", 1), ("backward", 2))
-    }
-    return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
-
-
-def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing) -> float:
-    """The median of samples, each of as many calls as fill it, after the warm-up."""
+def seconds_per_call(call: Call, device: torch.device, spent_s: float) -> float:
+    """The median of samples, each of as many calls as fill it, after a warm-up."""
 
     def sample(calls: int) -> float:
         began = time.perf_counter()
@@ -153,43 +67,88 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, timing: T
 
     sample(1)  # not counted: the first call also initializes
     calls, began = 1, time.perf_counter()
-    while time.perf_counter() - began < timing.warmup_s:
-        calls = max(1, round(timing.sample_s / sample(calls)))
-    return statistics.median(sample(calls) for _ in range(timing.samples))
+    while time.perf_counter() - began < UNTIMED * spent_s:
+        calls = max(1, round((1 - UNTIMED) * spent_s / SAMPLES / sample(calls)))
+    return statistics.median(sample(calls) for _ in range(SAMPLES))
 
 
-# --- the ceiling ---
+def matmul_shapes(config: ModelConfig) -> Counter:
+    """(name, inputs, outputs) of every Linear of the model as it is built, and how many there are."""
+    modules = model_builder.build_model(config).named_modules()
+    linears = [(name, module) for name, module in modules if isinstance(module, torch.nn.Linear)]
+    return Counter((name.split(".")[-1], each.in_features, each.out_features) for name, each in linears)
 
 
-def main(argv: list[str]) -> int:
-    config = load_run_config(argv)
-    check_device(config)
-    device = torch.device(config.device)
-    config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
-    measured = measure(config, device)
-    print("\n".join(lines(measured)))
-    print(json.dumps(measured))
-    return 0
+def runs_in_fp8(name: str, config: TrainConfig) -> bool:
+    chosen = name != HEAD or config.low_precision_scope == "layers_and_head"
+    return find("low_precision", config.low_precision).forms(native=True)[0].is_float8 and chosen
+
+
+def products(M: int, K: int, N: int, dtype: str, device: torch.device) -> Iterator[tuple[str, Call]]:
+    """(name, call) of the products of x (M, K) and a Linear's weight (N, K), in the layouts that autograd
+    gives them; in fp8 as rows times columns, the only layout that the tensor cores of Hopper take."""
+    if dtype != "fp8":
+        shapes = ((M, K), (N, K), (M, N))
+        x, weight, dy = (torch.randn(each, dtype=getattr(torch, dtype), device=device) for each in shapes)
+        yield "forward", lambda: torch.mm(x, weight.t())
+        yield "dgrad", lambda: torch.mm(dy, weight)
+        yield "wgrad", lambda: torch.mm(dy.t(), x)
+        return
+    one = torch.ones((), device=device)  # scale of an operand
+    sizes = {"forward": (M, K, N), "dgrad": (M, N, K), "wgrad": (N, M, K)}  # rows, inner, columns
+    for name, (rows, inner, columns) in sizes.items():
+        first = FORWARD if name == "forward" else GRADIENT
+        a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device).to(first)
+        b = torch.randn(columns, inner, dtype=torch.bfloat16, device=device).to(FORWARD).t()
+        # fast accumulation is not accurate enough for gradients (ops/float8.py)
+        multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=name == "forward")
+        yield name, partial(multiply, a, b, one, one)
+
+
+def time_attention(config: TrainConfig, device: torch.device, spent_s: float) -> dict:
+    """One layer's attention. Rates are by causal FLOPs: kernels skip the rest."""
+    model, dtype = config.model_config(), DTYPES[config.dtype]
+    choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
+    B, T, D = config.micro_batch, config.block_size, model.head_dim
+    q, k, v = (
+        torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True)
+        for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
+    )
+    y = choice.attend(q, k, v, 0.0)
+    dy = torch.randn_like(y)
+    calls: dict[str, Call] = {
+        "forward": lambda: choice.attend(q, k, v, 0.0),
+        "backward": lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
+    }
+    seconds = {name: seconds_per_call(call, device, spent_s) for name, call in calls.items()}
+    causal = {"forward": 2 * B * T * T * model.n_head * D}  # two products, half of each
+    causal["backward"] = 2 * causal["forward"]  # four
+    rates = {name: causal[name] / seconds[name] / 1e12 for name in calls}
+    return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
 
 
 def measure(config: TrainConfig, device: torch.device) -> dict:
     """Every rate, and the ceiling that follows from them, for one micro-batch on one GPU."""
-    model, dtype = config.model_config(), DTYPES[config.dtype]
-    tokens = config.micro_batch * config.block_size
+    model, tokens = config.model_config(), config.micro_batch * config.block_size
     cases = [
-        (name, inputs, outputs, count, kind)
+        ({"name": name, "count": count, "dtype": dtype, "M": tokens, "K": inputs, "N": outputs}, in_fp8)
         for (name, inputs, outputs), count in matmul_shapes(model).items()
-        for kind in (str(dtype).removeprefix("torch."), *["fp8"] * runs_in_fp8(name, config))
+        for in_fp8 in {False, runs_in_fp8(name, config)}
+        for dtype in ["fp8" if in_fp8 else str(DTYPES[config.dtype]).removeprefix("torch.")]
     ]
-    timing = share_of_budget(3 * len(cases) + 2, device)
-    heat(device)
+    spent_s, gpu = ON_A_CPU_S, None
+    if device.type == "cuda":
+        gpu, spent_s = torch.cuda.get_device_name(device), (BUDGET_S - HEAT_S) / (3 * len(cases) + 2)
+        a, b = torch.randn(2, HEAT_N, HEAT_N, device=device).bfloat16()
+        seconds_per_call(lambda: torch.mm(a, b), device, HEAT_S)
     matmuls = []
-    for name, inputs, outputs, count, kind in cases:
-        timed = time_matmul(tokens, inputs, outputs, kind, device, timing)
-        used = (kind == "fp8") == runs_in_fp8(name, config)
-        matmuls.append({"name": name, "count": count, "dtype": kind, "in_ceiling": used, **timed})
-    attention = {"count": model.n_layer, **time_attention(config, model, dtype, device, timing)}
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    for case, in_fp8 in cases:
+        calls = products(case["M"], case["K"], case["N"], case["dtype"], device)
+        seconds = {name: seconds_per_call(call, device, spent_s) for name, call in calls}
+        rates = {name: 2 * case["M"] * case["K"] * case["N"] / each / 1e12 for name, each in seconds.items()}
+        used = in_fp8 == runs_in_fp8(case["name"], config)
+        matmuls.append({**case, "in_ceiling": used, "seconds": seconds, "tflops": rates})
+    attention = {"count": model.n_layer, **time_attention(config, device, spent_s)}
     peak = resolve_peak(config.peak_tflops, gpu, config.dtype, config.use_sparse_specs, device)
     return {
         "device": gpu or "CPU",
@@ -211,7 +170,7 @@ def ceiling(config: TrainConfig, tokens: int, matmuls: list[dict], attention: di
     return {
         "matmul_seconds": in_matmuls,
         "attention_seconds": in_attention,
-        "tokens_per_sec": rate,
+        **dict.fromkeys(("tokens_per_sec", "tokens_per_sec_per_gpu"), rate),
         "mfu_percent": percent and percent * rate * flops["flops_per_token"],
         "mfu_causal_percent": percent and percent * rate * flops["flops_per_token_causal"],
         "peak_tflops": peak.tflops,
@@ -220,34 +179,28 @@ def ceiling(config: TrainConfig, tokens: int, matmuls: list[dict], attention: di
     }
 
 
-def matmul_shapes(config: ModelConfig) -> Counter:
-    """(name, inputs, outputs) of every Linear of the model as it is built, and how many there are."""
-    modules = model_builder.build_model(config).named_modules()
-    linears = [
-        (name.split(".")[-1], module) for name, module in modules if isinstance(module, torch.nn.Linear)
-    ]
-    return Counter((name, linear.in_features, linear.out_features) for name, linear in linears)
-
-
-def runs_in_fp8(name: str, config: TrainConfig) -> bool:
-    chosen = name != HEAD or config.low_precision_scope == "layers_and_head"
-    return find("low_precision", config.low_precision).forms(native=True)[0].is_float8 and chosen
-
-
 def lines(measured: dict) -> list[str]:
     """The result for a reader."""
-    tokens, found = measured["tokens"], measured["ceiling"]
-    text = [f"{measured['device']}, {tokens:,} tokens, measured {measured['measured']}"]
+    found, attention = measured["ceiling"], measured["attention"]
+    text = [f"{measured['device']}, {measured['tokens']:,} tokens, measured {measured['measured']}"]
     text.append("TFLOPS forward / dgrad / wgrad:")
-    for m in measured["matmuls"]:
-        rates = " / ".join(f"{rate:.4g}" for rate in m["tflops"].values())
-        text.append(f"{m['count']:4} x {m['name']:<8} {m['K']:>6} to {m['N']:<6} {m['dtype']:<9} {rates}")
-    attention = measured["attention"]
-    rates = " / ".join(f"{rate:.4g}" for rate in attention["causal_tflops"].values())
-    text.append(f"{attention['count']:4} x attention, {attention['used']} [{attention['kernel']}]: {rates}")
+    named = [(f"{m['name']} {m['K']} to {m['N']} {m['dtype']}", m, m["tflops"]) for m in measured["matmuls"]]
+    kernel = f"attention {attention['used']} [{attention['kernel']}]"
+    for name, each, rates in [*named, (kernel, attention, attention["causal_tflops"])]:
+        text.append(f"{each['count']:4} x {name:<32} {' / '.join(f'{rate:.4g}' for rate in rates.values())}")
     mfu = f"{found['mfu_percent']:.2f} % MFU" if found["mfu_percent"] else f"no MFU: {found['peak_reason']}"
-    text.append(f"ceiling {found['tokens_per_sec']:,.0f} tokens/s per GPU, {mfu}")
-    return text
+    return [*text, f"ceiling {found['tokens_per_sec']:,.0f} tokens/s per GPU, {mfu}"]
+
+
+def main(argv: list[str]) -> int:
+    config = load_run_config(argv)
+    check_device(config)
+    device = torch.device(config.device)
+    config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
+    measured = measure(config, device)
+    print("\n".join(lines(measured)))
+    print(json.dumps(measured))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
-"""Runs one entry of the plan once, reads the results from its output, and keeps them for a later call.
-
-Figures of a run are from its rows, the training_iterations of a run record; bench.peer prints rows of the
-same form. The first row is the first iteration, which includes compilation. Of the others only those count
-that begin after the warm-up. A variant's figures are medians, 10th and 90th percentiles of its runs.
-"""
+"""Runs the entries of a plan, each in a process of its own, and keeps what each run found in its folder, so
+that a later call goes on from there. Several processes that have the same folder divide its runs."""
 
 from __future__ import annotations
 
@@ -13,81 +9,91 @@ import dataclasses
 import itertools
 import shlex
 import shutil
-import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import combine, figures, measure
 from bench.plan import Entry
 from bench.process import REASON_LENGTH, from_root, python_command, run_process
+from bench.table import cell
 from common.durable_file import write_json
 from common.file_lock import take_lock
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.run_records import run_records
 from common.text import one_line
-from training.hardware.nvml import FIELDS
-from training.records import percentiles
-from training.records.machine import known, missing_reason
 
+SAID = {"tokens/s": ",.0f", "MFU %": ".2f", "held-out loss": ".4f"}  # of a run, on the console: formats
 PROGRAMS = {"variant": ["train.py"], "roofline": ["-m", "bench.roofline"]}  # a peer's is in its entry
 LOG, RESULT = "console.log", "result.json"  # in the folder of a run
-RATES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
-SERIES = ("mfu_percent", "mfu_causal_percent", "mfu_fp8_percent", *RATES, *FIELDS)
 
 
-def run_entry(
-    entry: Entry,
-    repeat: int,
-    folder: Path,
-    arguments: argparse.Namespace,
-    entries: list[Entry],
-    **process: Any,
-) -> None:
-    """Adds a run to entry.runs and updates entry.facts and entry.result. `process`: see run_process."""
-    run: dict[str, Any] = {"repeat": repeat, "reason": entry.problem, "measurement": None}
-    run["seconds"] = 0.0
-    entry.runs.append(run)
-    if entry.problem:
-        return
-    out_dir = run_folder(entry, repeat, folder)
-    out_dir.mkdir(parents=True)
-    argv = [*entry.argv, f"--out_dir={from_root(out_dir)}", *stated_peak(entry, entries)]
-    command = python_command([*(entry.program or PROGRAMS[entry.kind]), *argv], entry.processes)
-    outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache, **process)
-    run.update(command=shlex.join(["python", *command[1:]]), folder=from_root(out_dir))
-    run.update(reason=outcome.reason, seconds=outcome.seconds)
-    if outcome.reason is None:
-        try:
-            read_output(entry, run, out_dir, arguments.warmup)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            run["reason"] = one_line(
-                f"its result cannot be read: {type(error).__name__}: {error}", REASON_LENGTH
-            )
-    if entry.kind != "roofline":
-        entry.result = combine(entry.runs)
+def run_bench(
+    turns: Sequence[Entry], folder: Path, options: argparse.Namespace, save: Callable[[], list[str]]
+) -> int:
+    """Runs what has no result yet, and prints the table. Returns the exit status: 1 if a run failed."""
+    entries = list({id(entry): entry for entry in turns}.values())
+    restore(entries, folder)
+    if done := sum(len(entry.runs) for entry in entries):
+        print(f"{done} of {len(turns)} runs are finished and are not run again", flush=True)
+    busy = work(turns, folder, options, save)
+    for name in busy:
+        print(f"{name}: another process is at it", flush=True)
+    print("\n".join(["", *save(), "", f"Saved in {folder}"]), flush=True)
+    return 1 if any(entry.failures for entry in entries) else 0
 
 
-def run_and_keep(entry: Entry, folder: Path, arguments: argparse.Namespace, **process: Any) -> Path:
-    """Runs the entry in a new folder, which it returns and which then has the entry with its results."""
-    number = next(n for n in itertools.count(1) if not run_folder(entry, n, folder).exists())
-    run_entry(entry, number, folder, arguments, [entry], **process)
-    out_dir = run_folder(entry, number, folder)
-    out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
-    shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # each new best loss is saved
-    write_json(out_dir / RESULT, dataclasses.asdict(entry))
-    return out_dir
+def work(
+    turns: Sequence[Entry], folder: Path, options: argparse.Namespace, save: Callable[[], object]
+) -> list[str]:
+    """A run of each entry, in this order, that has not had it; an entry may be there several times. None that
+    another process is at: returns their names. `save` writes the table, after each run, so that an
+    interrupted benchmark leaves its results."""
+    busy, turn = [], Counter[str]()
+    for number, entry in enumerate(turns, start=1):
+        turn[entry.name] += 1
+        with claim(run_folder(entry, 0, folder).with_suffix(".lock")) as ours:
+            restore([entry], folder)  # another process may have done it meanwhile
+            if len(entry.runs) >= turn[entry.name]:
+                continue
+            if not ours:
+                busy.append(entry.name)
+                continue
+            title = f"[{number}/{len(turns)}] {entry.name}"
+            print(f"{title}: started", flush=True)
+            repeat = next(n for n in itertools.count(1) if not run_folder(entry, n, folder).exists())
+            run_entry(entry, repeat, folder, options, turns)
+            out_dir = run_folder(entry, repeat, folder)
+            out_dir.mkdir(exist_ok=True)  # a configuration that does not load has none
+            shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)  # each new best loss is saved
+            write_json(out_dir / RESULT, dataclasses.asdict(entry))
+            print(f"{title}: {result_line(entry)}", flush=True)
+        save()
+    return busy
 
 
-def kept(folder: Path) -> Iterator[tuple[Entry, Path]]:
-    """(what was kept, its folder) of each run, the oldest first; not of one that was killed meanwhile."""
+def restore(entries: Sequence[Entry], folder: Path) -> None:
+    """Gives entries what runs with the same arguments have found, in any process."""
+    found = {(*done.program, *done.argv): done for done in kept(folder) if done.result}
+    for entry in entries:
+        done = found.get((*entry.program, *entry.argv), entry)
+        succeeded = [run for run in done.runs if not run["reason"]]
+        if len(succeeded) > len(entry.runs):
+            entry.runs, entry.facts, entry.result = succeeded, done.facts, done.result
+
+
+def kept(folder: Path) -> list[Entry]:
+    """What each run kept, the oldest first; not of one that was killed meanwhile."""
+    found = []
     for path in sorted((folder / "runs").glob(f"*/{RESULT}"), key=lambda path: path.stat().st_mtime_ns):
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             content = read_json(path)
             if "entry" in content:  # of the precision matrix, before Entry had `about`
                 content = {**content.pop("entry"), "about": content}
-            yield Entry(**content), path.parent
-        except (OSError, ValueError, TypeError):
-            continue
+            content["runs"][-1]["folder"] = from_root(path.parent)  # where it is now
+            found.append(Entry(**content))
+    return found
 
 
 @contextlib.contextmanager
@@ -106,18 +112,60 @@ def run_folder(entry: Entry, repeat: int, folder: Path) -> Path:
     return folder / "runs" / f"{slug}.{repeat}"
 
 
-def stated_peak(entry: Entry, entries: list[Entry]) -> list[str]:
+# --- one run ---
+
+
+def result_line(entry: Entry) -> str:
+    """How the last run of an entry ended, in one line for the console."""
+    run, found = entry.runs[-1], figures([entry])
+    if run["reason"]:
+        return f"failed after {run['seconds']:.0f} s: {run['reason']}"
+    said = {name: cell(found[name], form) for name, form in SAID.items() if found[name] is not None}
+    return ", ".join([*(f"{name} {text}" for name, text in said.items()), f"{run['seconds']:.0f} s"])
+
+
+def run_entry(
+    entry: Entry,
+    repeat: int,
+    folder: Path,
+    arguments: argparse.Namespace,
+    entries: Sequence[Entry],
+) -> None:
+    """Adds a run to entry.runs and updates entry.facts and entry.result. `arguments`: timeout and keep_cache;
+    `entries`: those of the table, see stated_peak."""
+    run = {"repeat": repeat, "reason": entry.problem, "measurement": None, "seconds": 0.0}
+    entry.runs.append(run)
+    if entry.problem:
+        return
+    out_dir = run_folder(entry, repeat, folder)
+    out_dir.mkdir(parents=True)
+    argv = [*entry.argv, f"--out_dir={from_root(out_dir)}", *stated_peak(entry, entries)]
+    command = python_command([*(entry.program or PROGRAMS[entry.kind]), *argv], entry.processes)
+    outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
+    run.update(command=shlex.join(["python", *command[1:]]), folder=from_root(out_dir))
+    run.update(reason=outcome.reason, seconds=outcome.seconds)
+    if outcome.reason is None:
+        try:
+            read_output(entry, run, out_dir)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"its result cannot be read: {type(error).__name__}: {error}"
+            run["reason"] = one_line(reason, REASON_LENGTH)
+    if entry.kind != "roofline":
+        entry.result = combine(entry.runs)
+
+
+def stated_peak(entry: Entry, entries: Sequence[Entry]) -> list[str]:
     """The flag that gives a run the peak that an earlier one of the table measured: a second measurement
     would differ, and one table has one peak for each dtype. Empty where no peak was measured."""
-    alike = [other for other in entries if (other.dtype, other.device) == (entry.dtype, entry.device)]
-    ceilings = [other.result["ceiling"] for other in alike if other.kind == "roofline" and other.result]
-    peaks = [found["peak_tflops"] for found in ceilings if found["peak_source"].startswith("measured")]
-    facts = [other.facts["peak"] for other in alike if other.kind == "variant" and other.facts]
-    peaks += [peak["tflops_per_gpu"] for peak in facts if peak["measured"]]
-    return [f"--peak_tflops={peaks[0]}"] if peaks else []
+    for other in entries:
+        found = (other.result or {}).get("ceiling") or other.facts.get("peak") or {}
+        measured = found.get("measured") or found.get("peak_source", "").startswith("measured")
+        if measured and (other.dtype, other.device) == (entry.dtype, entry.device):
+            return [f"--peak_tflops={found.get('tflops_per_gpu') or found['peak_tflops']}"]
+    return []
 
 
-def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
+def read_output(entry: Entry, run: dict, out_dir: Path) -> None:
     """Reads what the run measured and its facts, from its run record or from the JSON that it printed. Raises
     ValueError if there is none."""
     if entry.kind == "variant":
@@ -125,16 +173,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         if path is None:
             raise ValueError(f"no run record in {out_dir}")
         record = read_json(path)
-        info, rows = record["startup_info"], record["training_iterations"]
-        facts = {name: info[name] for name in ("hardware", "software", "git", "attention")}
-        facts |= {"record": from_root(path), "config": record["config"], "peak": info["hardware"]["peak"]}
-        facts |= {"low_precision": info.get("low_precision"), "evaluations": record["eval_steps"]}
-        facts["fallbacks"] = [
-            f"asked for {choice['asked']} ({choice['reason']})"
-            for choice in info.values()
-            if isinstance(choice, dict) and "asked" in choice and choice.get("reason")
-        ]
-        entry.facts = {**facts, "parameters": info["model"]["total_params"]}
+        entry.facts, rows = facts_of(record) | {"record": from_root(path)}, record["training_iterations"]
     else:
         printed = last_json(read_regular(out_dir / LOG, MAX_BYTES))
         if entry.kind == "roofline":
@@ -142,7 +181,22 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
             return
         rows = printed.pop("training_iterations")
         entry.facts = printed
-    run["measurement"] = measure(rows, warmup)
+    run["measurement"] = measure(rows, entry.warmup)
+
+
+def facts_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What a table and a later reader need of a run record beside its rows."""
+    info = record["startup_info"]
+    choices = [each for each in info.values() if isinstance(each, dict) and each.get("reason")]
+    return {
+        **{name: info[name] for name in ("hardware", "software", "git", "attention")},
+        "config": record["config"],
+        "peak": info["hardware"]["peak"],
+        "low_precision": info.get("low_precision"),
+        "evaluations": record["eval_steps"],
+        "fallbacks": [f"asked for {each['asked']} ({each['reason']})" for each in choices if "asked" in each],
+        "parameters": info["model"]["total_params"],
+    }
 
 
 def last_json(output: bytes) -> dict:
@@ -150,86 +204,3 @@ def last_json(output: bytes) -> dict:
     if not lines:
         raise ValueError("it printed no JSON")
     return parse_object(lines[-1])
-
-
-# --- figures ---
-
-
-def measure(rows: list[dict], warmup: int) -> dict:
-    """The figures of one run. SERIES are lists with one value for each row that has it; memory is None on a
-    CPU. Raises ValueError if no row counts."""
-    if not rows:
-        raise ValueError("the run has no rows")
-    last_before = [-1] + [row["iter"] for row in rows[:-1]]  # the last iteration before each row
-    steady = [row for row, last in zip(rows, last_before, strict=True) if last >= warmup]
-    if not steady:
-        raise ValueError(f"no row begins after {warmup} iterations of warm-up; use more --iters")
-    memory = [row["memory"] for row in rows if row["memory"]]
-    mfus = [row["mfu"] for row in steady if row["mfu"]]
-    return {
-        "first_step_s": rows[0]["time_ms"] / 1000,
-        "rows": len(steady),
-        "mfu_percent": [mfu["mfu_percent"] for mfu in mfus],
-        "mfu_causal_percent": [mfu["mfu_causal_percent"] for mfu in mfus],
-        # of a run with fp8 matmuls, on a GPU whose fp8 peak is known
-        "mfu_fp8_percent": [mfu["mfu_fp8_percent"] for mfu in mfus if mfu.get("mfu_fp8_percent")],
-        **{name: [row[name] for row in steady] for name in RATES},
-        "mfu_reason": None if mfus else steady[-1]["mfu_reason"],
-        **{name: known(steady, name) for name in FIELDS},
-        "gpu_reason": missing_reason(steady),
-        "max_allocated_gb": max((m["max_allocated_gb"] for m in memory), default=None),
-        "max_reserved_gb": max((m["max_reserved_gb"] for m in memory), default=None),
-        "first_loss": rows[0]["loss"],
-        "final_loss": rows[-1]["loss"],
-    }
-
-
-def combine(runs: list[dict]) -> dict | None:
-    """The figures of one variant from all its repeats: the median of the runs' medians, percentiles over all
-    their rows, the most memory of any run. Runs that failed have no measurement; None if all did."""
-    measurements = [run["measurement"] for run in runs if run["measurement"]]
-    if not measurements:
-        return None
-
-    def known_of(name: str) -> list:
-        return [m[name] for m in measurements if m[name] is not None]
-
-    return {
-        "runs": len(measurements),
-        "rows": sum(known_of("rows")),
-        **{name: spread(known_of(name)) for name in SERIES},
-        "first_step_s": statistics.median(known_of("first_step_s")),
-        **{name: max(known_of(name), default=None) for name in ("max_allocated_gb", "max_reserved_gb")},
-        **{name: next(iter(known_of(name)), None) for name in ("mfu_reason", "gpu_reason")},
-    }
-
-
-def spread(series: list[list[float]]) -> dict | None:
-    """Median of the runs' medians, 10th and 90th percentile of all values; None if there are no values."""
-    found = percentiles.spread([value for values in series for value in values])
-    if found is None:
-        return None
-    return {**found, "median": statistics.median(statistics.median(values) for values in series if values)}
-
-
-def relate(entries: list[Entry]) -> None:
-    """Adds to each result its speed relative to the best of its peers and to its ceiling, both per GPU."""
-    results = {entry.name: entry.result for entry in entries}
-    for entry in entries:
-        result = entry.result
-        if entry.kind == "roofline" or not result:
-            continue
-        rate = result["tokens_per_sec_per_gpu"]["median"]
-        peers = {name: found for name in entry.peers if (found := results.get(name))}
-        rates = {name: found["tokens_per_sec_per_gpu"]["median"] for name, found in peers.items()}
-        best = max(rates, key=lambda name: rates[name], default=None)
-        ceiling = results.get(entry.roofline) if entry.roofline else None
-        result["times_peers"] = {name: rate / of_peer for name, of_peer in rates.items()}
-        result["best_peer"], result["times_peer"] = best, rate / rates[best] if best else None
-        result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
-
-
-def mean_and_deviation(values: list[float]) -> tuple[float, float | None] | None:
-    """Over seeds. None without values."""
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return (statistics.mean(values), spread) if values else None

@@ -6,7 +6,7 @@ The figures come from the run records: train.py itself is measured, not a copy o
 fails is a row with the reason; the others still run, and the exit status is 1. With --repeats all variants
 run once, then all of them again, so that a machine that becomes warm or busy slows all of them alike. Any
 --key=value of train.py is added to all variants. The output folder holds the table, a JSON file with
-everything, and the record and the console log of each run.
+everything, and the record and the console log of each run; the same command continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import model_builder
+from bench import plan
+from bench.figures import figures, relate
 from bench.peer import PEERS, require
-from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
+from bench.plan import WARMUP_ITERS, Entry
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset
-from bench.runner import relate, run_entry
+from bench.runner import run_bench
 from bench.suites import SUITES, Variant
-from bench.table import about_this, document_lines, new_folder, result_line, save_table, table_lines
+from bench.table import about_this, dated, heading, open_folder, save_table, table_of
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
+from common.json_file import read_json
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.flags import take_flags
 from training.configuration.keys import TrainConfig
@@ -39,39 +43,43 @@ ITERS_MAX = 10**6  # of one run
 
 
 def main(argv: list[str]) -> int:
-    arguments, overrides = parse(argv)
-    programs = require(arguments.peer)
-    check_overrides(overrides)
+    options, overrides = parse(argv)
+    programs = require(options.peer)
+    plan.check_overrides(overrides)
     check_formula()
-    name, variants = chosen(arguments)
-    check_varied(variants, overrides)
-    folder = new_folder(arguments.output, name)
-    entries = make_plan(
+    name, variants = chosen(options)
+    content = {"suite": name, **about_this("bench.throughput", argv)}
+    folder = own_folder(options.output or dated(name), content)
+    entries = plan.make_plan(
         variants,
-        [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
-        dataset_chooser(arguments.dataset, folder),
+        [*overrides, *plan.iteration_flags(options.iters, options.warmup)],
+        dataset_chooser(options.dataset, folder),
         torch.cuda.device_count(),
         programs,
-        arguments.roofline,
+        options.roofline,
+        warmup=options.warmup,
     )
-    content = {
-        "suite": name,
-        **about_this("bench.throughput", argv),
-        "arguments": {**vars(arguments), "overrides": overrides},
-    }
-    once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
-    order = [(entry, 1) for entry in once]
-    order += [(entry, repeat) for repeat in range(1, arguments.repeats + 1) for entry in repeated]
-    for number, (entry, repeat) in enumerate(order, start=1):
-        print(f"[{number}/{len(order)}] {entry.name}: started, repeat {repeat}", flush=True)
-        run_entry(entry, repeat, folder, arguments, entries)
-        print(f"[{number}/{len(order)}] {entry.name}: {result_line(entry)}", flush=True)
+    content["arguments"] = {**vars(options), "overrides": overrides}
+
+    def save() -> list[str]:
         relate(entries)
+        lines = heading(content, f"bench suite {name}", entries)
+        lines += ["", *table_of(COLUMNS, [row_of(entry) for entry in entries]), "", LEGEND]
         everything = {**content, "entries": [dataclasses.asdict(entry) for entry in entries]}
-        # after each run, so that an interrupted benchmark leaves its results
-        save_table(folder, everything, document_lines(content, entries))
-    print("\n" + "\n".join(table_lines(entries)) + f"\n\nSaved in {folder}", flush=True)
-    return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
+        return save_table(folder, everything, lines)
+
+    again = [entry for entry in entries if entry.kind != "roofline"]  # a ceiling is measured once
+    return run_bench([*entries, *again * (options.repeats - 1)], folder, options, save)
+
+
+def own_folder(asked: str | Path, content: dict) -> Path:
+    """Raises UserError if it has the results of another command or of other code."""
+    folder = open_folder(asked)
+    if (there := folder / "table.json").exists():
+        if any(read_json(there).get(part) != content[part] for part in ("command", "git")):
+            other = "has the table of a benchmark by another command or other code"
+            raise UserError(f"{folder} {other}; choose another --output")
+    return folder
 
 
 def check_formula() -> None:
@@ -81,6 +89,9 @@ def check_formula() -> None:
             f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
             "first: cp mfu_versions/model_builder_v3.py model_builder.py"
         )
+
+
+# --- options ---
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,34 +121,28 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--peer", type=names, action="extend", default=[], metavar="A,B", help=programs)
     add("--roofline", action="store_true", help="compare with this machine's ceiling")
     add("--keep_cache", action="store_true", help="use the machine's own compile cache")
-    add("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
-    flags, rest = take_flags(argv, OWN_OPTIONS)
+    add("--output", type=user_path, help="the folder of all results (default: out-bench/SUITE_DATE_TIME)")
+    flags, rest = take_flags(argv, plan.OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     return options, flags + unknown
 
 
-def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
-    """The name of the suite, or of the config, and the variants."""
-    if arguments.suite:
-        return arguments.suite, named(SUITES[arguments.suite], arguments.variant)
-    if arguments.variant:
-        raise UserError("--variant chooses among the variants of a --suite; a --config is one variant")
-    path = Path(arguments.config)
-    return path.stem, (Variant(path.stem, from_root(path), processes=arguments.nproc),)
-
-
-def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...]:
-    """The variants whose name is one of these texts, or has it in it where it is no name; all if there are no
-    texts. Raises UserError for a text that fits none."""
-    if not texts:
-        return variants
+def chosen(options: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
+    """The name of the suite, or of the config, and the variants: those with one of these texts as their name,
+    or in it where it is no name. Raises UserError for a text that fits none."""
+    if not options.suite:
+        if options.variant:
+            raise UserError("--variant chooses among the variants of a --suite; a --config is one variant")
+        path = Path(options.config)
+        return path.stem, (Variant(path.stem, from_root(path), processes=options.nproc),)
+    variants = SUITES[options.suite]
     every, wanted = [variant.name for variant in variants], set()
-    for text in texts:
-        found = {text} & set(every) or {name for name in every if text.lower() in name.lower()}
+    for text in options.variant:
+        found = {text} & {*every} or {name for name in every if text.lower() in name.lower()}
         if not found:
             raise UserError(f"--variant={text!r} is in no name of this suite: {'; '.join(every)}")
         wanted |= found
-    return tuple(variant for variant in variants if variant.name in wanted)
+    return options.suite, tuple(each for each in variants if each.name in wanted or not options.variant)
 
 
 def seed_numbers(text: str) -> tuple[int, ...]:
@@ -157,6 +162,41 @@ def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], 
     # absolute, because the runs start in the repository's root
     named = str(Path(asked).resolve()) if os.sep in asked else asked
     return lambda config: named
+
+
+# --- the table ---
+
+# {column: format}
+COLUMNS = {"variant": "", "GPUs": "s", "MFU %": ".2f", "causal %": ".2f", "of ceiling %": ".1f"}
+COLUMNS |= {"tokens/s (p10 to p90)": "", "per GPU": ",.0f", "x peer": ".2f", "peak GiB": ".1f"}
+COLUMNS |= {"first step s": ".1f", "SM MHz": ".0f", "W": ".0f", "attention": "", "note": ""}
+LEGEND = (
+    "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
+    "what this machine's matmuls and attention would reach alone; tokens/s: of all GPUs, median over\n"
+    "repeats and percentiles over all rows; x peer: tokens/s as a multiple of the fastest peer's; peak GiB:\n"
+    "allocated, of one GPU; first step: with compilation; clock and power: medians of the timed rows."
+)
+
+
+def row_of(entry: Entry) -> dict[str, Any]:
+    """{column: value} of a variant, a peer or a ceiling."""
+    result: dict = entry.result or {}
+    rate, attention = result.get("tokens_per_sec"), result.get("attention") or entry.facts.get("attention")
+    if isinstance(attention, dict):  # a peer says it in words
+        attention = f"{attention['used']} [{attention['kernel']}]"
+    row = {
+        **figures([entry]),
+        "variant": entry.name,
+        "GPUs": f"{entry.processes}{' (CPU)' * (entry.device == 'cpu')}",
+        "tokens/s (p10 to p90)": rate and "{median:,.0f} ({p10:,.0f} to {p90:,.0f})".format(**rate),
+        "attention": attention,
+    }
+    if found := result.get("ceiling"):
+        matmuls, attention = (1000 * found[f"{name}_seconds"] for name in ("matmul", "attention"))
+        row["note"] = (
+            f"{matmuls:.1f} ms in matmuls, {attention:.1f} in attention: {result['tokens']:,} tokens"
+        )
+    return row
 
 
 if __name__ == "__main__":

@@ -4,35 +4,36 @@
     python -m bench.time_to_loss --parallel=2 --time_limit=9
     python -m bench.time_to_loss --dataset=my_corpus --grid='adamw=1e-3;muon=4e-3' --seeds=1
 
-First, short runs choose each optimizer's learning rate: the grid grows by factors of two until the best is
-inside. Then each variant trains once with each seed. Every run is a real train.py; its record stays in the
-output folder, and a finished run is not run again: the same command continues after any end.
+First, short runs choose each optimizer's learning rate from a grid. Then each variant trains once with each
+seed. Every run is a real train.py; its record stays in the output folder, and a finished run is not run
+again: the same command continues after any end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
-import queue
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from concurrent import futures
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from bench import plan
-from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
-from bench.runner import claim, kept, run_and_keep
+from bench.plan import Entry
+from bench.process import TIMEOUT_MAX_S, end_with_status, from_root, stop
+from bench.runner import restore, work
 from bench.suites import Variant
-from bench.table import about_this, open_folder, result_line, save_table
+from bench.table import about_this, open_folder, save_table
 from bench.throughput import ITERS_MAX, dataset_chooser, names, seed_numbers
-from bench.time_to_loss_table import BASELINE, Run, document_lines, table_rows
+from bench.time_to_loss_table import BASELINE, document_lines, loss, table_rows
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from data.folders import DATA_DIR
@@ -42,8 +43,7 @@ from training.configuration.keys import AUTO, ROOT
 from training.pretrained.settings import load_run_config
 
 CONFIG, FINEWEB = str(ROOT / "config/speedrun_124m.py"), "fineweb10b"
-GRIDS = {BASELINE: (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3)}
-RATES_MAX = 12  # of one optimizer
+GRIDS = {BASELINE: (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 KEYS: dict[str, dict[str, str]] = {
     name + suffix: {"optimizer": name, "low_precision": recipe}
     for suffix, recipe in (("", "none"), ("-fp8", "fp8_tensorwise"))
@@ -58,31 +58,28 @@ NO_FINEWEB = (
 SHORT = 4  # a run that helps to choose a rate has a quarter of the iterations
 EVALUATIONS = 16  # of a full run, for its curve
 CHOICE = "CUDA_VISIBLE_DEVICES"
+WAIT_S = 1.0  # between two looks at what another process runs
 OTHERS = (*plan.RESERVED, *KEYS[BASELINE], "learning_rate", "seed", "warmup_iters", "lr_decay_iters")
 INSTEAD = "--variants, --grid, --seeds, --iters, --dataset, --config or --output"
 
 
 def main(argv: list[str]) -> int:
-    arguments, overrides = parse(argv)
+    options, overrides = parse(argv)
     plan.check_overrides(overrides, OTHERS, INSTEAD)
-    if {*arguments.variants} - {*KEYS} or BASELINE not in arguments.variants:
+    if {*options.variants} - {*KEYS} or BASELINE not in options.variants:
         known = ", ".join(KEYS)
         raise UserError(f"--variants must name some of {known}, and {BASELINE}: the target is its loss")
-    experiment = Experiment(arguments, overrides, about_this("bench.time_to_loss", argv))
-    folder = open_folder(experiment.folder)
-    with claim(folder / "lock") as ours:
-        if not ours:
-            raise UserError(f"another process is at work in {folder}; choose another --output")
-        left = experiment.work()
-        lines = experiment.save()
-    print("\n".join(["", *lines, "", f"Saved in {folder}"]), flush=True)
-    records = folder / "runs" / "*seed*" / "run_*.json"
+    experiment = Experiment(options, overrides, about_this("bench.time_to_loss", argv))
+    with helpers(options.parallel, argv):
+        experiment.run()
+    if not options.parallel:  # it is a helper
+        return 0
+    print("\n".join(["", *experiment.save(), "", f"Saved in {experiment.folder}"]), flush=True)
+    records = experiment.folder / "runs" / "*seed*" / "run_*.json"
     print(f"Curves: python plots/compare_runs.py '{records}' --x time", flush=True)
-    if left:
-        minutes = sum(map(experiment.seconds, left)) / arguments.parallel / 60
-        again = f"{len(left)} or more runs are left, about {minutes:.0f} minutes; the same command continues"
-        print(f"--time_limit={arguments.time_limit:g}: {again}", flush=True)
-    return 1 if any(run.reason for run in experiment.runs.values()) else 0
+    if not experiment.is_done:
+        print(f"--time_limit={options.time_limit:g}: runs are left; the same command continues", flush=True)
+    return 1 if any(run.failures for run in experiment.runs) else 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -92,15 +89,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="--key=value, any setting of train.py, goes to all runs.",
         allow_abbrev=False,
     )
-    add, count = parser.add_argument, whole_number(1, 64)
+    add, limit = parser.add_argument, real_number(0, TIMEOUT_MAX_S)
     add("--variants", type=names, default=list(KEYS), metavar="A,B", help=", ".join(KEYS))
     add("--seeds", type=seed_numbers, default=(1, 2, 3), metavar="A,B", help="of each variant (1,2,3)")
     add("--grid", type=grids, default=GRIDS, help="'adamw=5e-4,1e-3;muon=4e-3': one rate is taken as it is")
     add("--iters", type=whole_number(SHORT, ITERS_MAX), help="of a full run (the config's)")
     add("--config", type=user_path, default=CONFIG, help="the model (config/speedrun_124m.py)")
     add("--dataset", type=user_path, default=AUTO, help=f"a text in GPT-2's tokens (data/{FINEWEB})")
-    add("--parallel", type=count, default=1, metavar="N", help="runs at a time, each on a GPU (1)")
-    limit, minutes = real_number(0, TIMEOUT_MAX_S), "begin no run that would end after so many minutes"
+    several = "runs at a time, each on a GPU (1); 0: as a helper of another process"
+    add("--parallel", type=whole_number(0, 64), default=1, metavar="N", help=several)
+    minutes = "begin no run after so many minutes"
     add("--time_limit", "--time-limit", type=limit, default=math.inf, metavar="M", help=minutes)
     add("--timeout", type=limit, default=7200, help="seconds for one run (7200)")
     add("--output", type=user_path, default="out-bench/time_to_loss", help="the folder of all results")
@@ -120,41 +118,50 @@ def grids(text: str) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def chosen_gpus(count: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each of `count` runs at a time; None leaves it as it is."""
+@contextlib.contextmanager
+def helpers(count: int, argv: list[str]) -> Iterator[None]:
+    """The same command once more for each further GPU, which all divide the runs; this process has the first
+    GPU. Waits for them at the end."""
+    if count < 2:
+        yield
+        return
     if 0 < (there := torch.cuda.device_count()) < count:
         raise UserError(f"--parallel={count}: this machine has {there} GPUs")
-    visible = os.environ.get(CHOICE) or ",".join(map(str, range(count)))
-    return [None] if count == 1 else [*visible.split(",")[:count]]
+    first, *others = (os.environ.get(CHOICE) or ",".join(map(str, range(count)))).split(",")[:count]
+    command = [sys.executable, "-m", "bench.time_to_loss", *argv, "--parallel=0"]
+    started = [subprocess.Popen(command, env={**os.environ, CHOICE: gpu}) for gpu in others]
+    os.environ[CHOICE] = first
+    try:
+        yield
+        for process in started:
+            process.wait()
+    finally:
+        for process in started:
+            stop(process)
 
 
 # --- what is run ---
 
 
 class Experiment:
-    """The runs that are known to be needed, with what the folder has of them."""
+    """The runs that are known to be needed, with what the folder has of them: short ones, then full ones."""
 
-    def __init__(self, arguments: argparse.Namespace, overrides: list[str], content: dict):
-        self.arguments, self.overrides, self.content = arguments, overrides, content
-        self.deadline = time.monotonic() + 60 * arguments.time_limit
-        self.gpus: queue.Queue[str | None] = queue.Queue()  # those that have no run
-        for gpu in chosen_gpus(arguments.parallel):
-            self.gpus.put(gpu)
-        self.processes: list[subprocess.Popen] = []
-        self.folder = Path(arguments.output).resolve()
-        self.config_path = from_root(Path(arguments.config))
+    def __init__(self, options: argparse.Namespace, overrides: list[str], content: dict):
+        self.options, self.overrides, self.content = options, overrides, content
+        self.deadline = time.monotonic() + 60 * options.time_limit
+        self.config_path = from_root(Path(options.config))
         self.config = load_run_config([str(ROOT / self.config_path), *overrides])
-        self.iters = arguments.iters or self.config.max_iters
+        self.iters = options.iters or self.config.max_iters
         self.dataset = self._dataset()
-        self.runs: dict[str, Run] = {}
-        # by the arguments of train.py
-        self.kept = {tuple(entry.argv): (entry, at) for entry, at in kept(self.folder) if entry.result}
+        self.folder = open_folder(options.output)
+        self.runs: list[Entry] = []
+        self.is_done = False
 
     def _dataset(self) -> str:
-        asked, config = self.arguments.dataset, self.config
+        asked, config = self.options.dataset, self.config
         if asked == AUTO and not (DATA_DIR / FINEWEB / "meta.json").is_file():
             raise UserError(NO_FINEWEB)
-        choose = dataset_chooser(FINEWEB if asked == AUTO else asked, self.folder)
+        choose = dataset_chooser(FINEWEB if asked == AUTO else asked, Path(self.options.output))
         assert choose
         config = dataclasses.replace(config, dataset=str(choose(config)))
         there = make_windows(open_sources(config, scan=False), config)["train"].count * config.block_size
@@ -167,114 +174,64 @@ class Experiment:
             )
         return config.dataset
 
-    def run(self, variant: str, rate: float, seed: int | None = None) -> Run:
-        """A full run, or without a seed one that helps to choose a rate; with results, if there are any."""
+    def entry(self, variant: str, rate: float, seed: int | None = None) -> Entry:
+        """A full run, or without a seed one that helps to choose a rate."""
+        iters = self.iters if seed is not None else self.iters // SHORT
+        steps = [n for n in range(max(1, iters // EVALUATIONS), iters + 1) if iters % n == 0]
+        keys = {**KEYS[variant], "learning_rate": rate, "seed": 1 if seed is None else seed}
+        keys |= {"max_iters": iters, "lr_decay_iters": iters}
+        keys["warmup_iters"] = min(self.config.warmup_iters or 0, iters // 4)
         name = f"{variant} {rate:g}" if seed is None else f"{variant} seed {seed}"
-        if name not in self.runs:
-            iters = self.iters if seed is not None else self.iters // SHORT
-            steps = [n for n in range(max(1, iters // EVALUATIONS), iters + 1) if iters % n == 0]
-            keys = {**KEYS[variant], "learning_rate": rate, "seed": 1 if seed is None else seed}
-            keys |= {"max_iters": iters, "lr_decay_iters": iters}
-            keys["warmup_iters"] = min(self.config.warmup_iters or 0, iters // 4)
-            (entry,) = plan.make_plan(
-                (Variant(name, self.config_path, keys),),
-                self.overrides,
-                lambda config: self.dataset,
-                torch.cuda.device_count(),
-                keys={**plan.FIXED, "eval_interval": iters if seed is None else steps[0]},
-            )
-            self.runs[name] = Run(variant, rate, seed, *self.kept.get(tuple(entry.argv), (entry, None)))
-        return self.runs[name]
+        (entry,) = plan.make_plan(
+            (Variant(name, self.config_path, keys),),
+            self.overrides,
+            lambda config: self.dataset,
+            torch.cuda.device_count(),
+            keys={**plan.FIXED, "eval_interval": iters if seed is None else steps[0]},
+        )
+        entry.about = {"variant": variant, "rate": rate, "seed": seed}
+        return entry
 
-    def rates(self, variant: str) -> list[Run]:
-        """The short runs for its optimizer, as far as results ask for them; none if its rate is given."""
-        optimizer = KEYS[variant]["optimizer"]
-        rates = self.arguments.grid[optimizer]
-        runs = [self.run(optimizer, rate) for rate in rates if len(rates) > 1]
-        while len(runs) < RATES_MAX and (more := beyond({run.rate: run.loss for run in runs})):
-            runs.append(self.run(optimizer, more))
-        return sorted(runs, key=lambda run: run.rate)
-
-    def short(self) -> list[Run]:
-        return list(dict.fromkeys(run for name in self.arguments.variants for run in self.rates(name)))
-
-    def full(self) -> list[Run]:
-        """None before the rates are known. By seeds, so that a machine that becomes warm slows all alike;
-        each seed begins with another variant, so that each of two GPUs gets all of them."""
-        best: dict[str, float] = {}
-        if any(run.loss is None for run in self.short()):
-            return []
-        for name in self.arguments.variants:
-            tried = self.rates(name)
-            rates = {run.loss or 0: run.rate for run in tried if run.entry.result}
-            if rates or not tried:  # else no run succeeded
-                best[name] = rates[min(rates)] if tried else self.arguments.grid[KEYS[name]["optimizer"]][0]
-        found, order = [], deque(best)
-        for seed in self.arguments.seeds:
-            found += [self.run(name, best[name], seed) for name in order]
+    def run(self) -> None:
+        """Full runs are by seeds, so that a machine that becomes warm slows all alike; each seed begins with
+        another variant, so that each of two GPUs gets all of them."""
+        grid, best = self.options.grid, {}
+        optimizers = dict.fromkeys(KEYS[name]["optimizer"] for name in self.options.variants)
+        searched = [name for name in optimizers if len(grid[name]) > 1]
+        if not self._complete([self.entry(name, rate) for name in searched for rate in grid[name]]):
+            return
+        for name in optimizers:
+            losses = {
+                loss(run): run.about["rate"]
+                for run in self.runs
+                if run.about["variant"] == name and run.result
+            }
+            if losses or name not in searched:  # else no run succeeded
+                best[name] = losses[min(losses)] if losses else grid[name][0]
+        order = deque(name for name in self.options.variants if KEYS[name]["optimizer"] in best)
+        full = []
+        for seed in self.options.seeds:
+            full += [self.entry(name, best[KEYS[name]["optimizer"]], seed) for name in order]
             order.rotate(-1)
-        return found
+        self.is_done = self._complete(full)
 
-    def seconds(self, run: Run) -> float:
-        """About how long it will take: as the longest of its kind did."""
-        done = [other for other in list(self.runs.values()) if other.entry.result]
-        alike = [other for other in done if (other.seed is None) == (run.seed is None)]
-        longest = max((other.entry.runs[-1]["seconds"] for other in alike or done), default=0)
-        return longest if alike else SHORT * longest
-
-    def work(self) -> list[Run]:
-        """Runs what is needed, one run at a time on each GPU; returns what is left at the deadline."""
-        tried: list[Run] = []
-        with futures.ThreadPoolExecutor(self.arguments.parallel) as pool:
-            try:
-                while needed := [run for run in [*self.short(), *self.full()] if run.loss is None]:
-                    if {*needed} & {*tried}:
-                        return needed
-                    tried += needed
-                    for done in futures.as_completed([pool.submit(self.perform, run) for run in needed]):
-                        done.result()
-                        self.save()  # so that an interrupted experiment leaves its results
-            except BaseException:
-                self.deadline = -math.inf  # no other run begins
-                for process in self.processes:
-                    process.terminate()
-                raise
-        return []
-
-    def perform(self, run: Run) -> None:
-        """In a thread: one run on a free GPU, unless it would end after the deadline."""
-        gpu = self.gpus.get()
-        try:
-            if time.monotonic() + self.seconds(run) > self.deadline:
-                return
-            print(f"{run.entry.name}: started" + f" on GPU {gpu}" * bool(gpu), flush=True)
-            entry, variables = dataclasses.replace(run.entry, runs=[]), {CHOICE: gpu} if gpu else {}
-            options = {"started": self.processes.append, "variables": variables}
-            run.out_dir = run_and_keep(entry, self.folder, self.arguments, **options)
-            run.entry = entry  # the run is done
-        finally:
-            self.gpus.put(gpu)
-        loss = f"held-out loss {run.loss:.4f}, " * bool(entry.result)
-        print(f"{entry.name}: {loss}{result_line(entry)}", flush=True)
+    def _complete(self, runs: list[Entry]) -> bool:
+        """Runs these, or waits for other processes that do; False if some are left at the deadline."""
+        self.runs += runs
+        restore(runs, self.folder)
+        while waiting := [run for run in runs if not run.runs]:
+            for run in waiting:
+                if time.monotonic() > self.deadline:
+                    return False
+                work([run], self.folder, self.options, self.save)
+            time.sleep(WAIT_S * (waiting == [run for run in runs if not run.runs]))
+        return True
 
     def save(self) -> list[str]:
         """Writes results.json with everything and table.md, whose lines it returns."""
-        short, full = self.short(), self.full()
-        rows = table_rows(self.arguments.variants, full)
-        lines = document_lines(self.content, rows, short, full)
-        runs = [dataclasses.asdict(run) | {"out_dir": str(run.out_dir)} for run in [*short, *full]]
-        save_table(self.folder, {**self.content, "rows": rows, "runs": runs}, lines, "results.json")
-        return lines
-
-
-def beyond(losses: dict[float, float | None]) -> float | None:
-    """The next learning rate: beyond that at the edge of the grid, if it is the best. None if the best is
-    inside or not known, and if no run succeeded."""
-    known = {rate: loss for rate, loss in losses.items() if loss is not None}
-    best = min(known, key=lambda rate: known[rate], default=0.0)
-    if len(known) < len(losses) or known.get(best, math.inf) == math.inf:
-        return None
-    return {min(known): best / 2, max(known): best * 2}.get(best)
+        rows = table_rows(self.options.variants, [run for run in self.runs if run.about["seed"] is not None])
+        content = {**self.content, "rows": rows, "runs": list(map(dataclasses.asdict, self.runs))}
+        return save_table(self.folder, content, document_lines(self.content, rows, self.runs), "results.json")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ there is no ratio, so where that is usual the ratios that there are come from lu
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ def lines(sides: list[list[Run]], names: list[str]) -> list[str]:
 
 
 def side_name(side: Side) -> str:
-    return next(iter(side)).rstrip("0123456789")
+    return re.sub(r"( seed )?\d+$", "", next(iter(side)))
 
 
 def other_windows(runs: list[Run]) -> list[str]:

@@ -45,16 +45,8 @@ class Transformers(Program):
         torch.manual_seed(config.seed)
         with world.device:
             model = build(transformers, config.model_config())
+        parameters = check_parameters(model, config.model_config(), self.name)
         torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
-        autocast = " autocast" * (config.dtype == "bfloat16")
-        found = {
-            "peer": f"transformers {transformers.__version__}",
-            "class": type(model).__name__,
-            "parameters": check_parameters(model, config.model_config(), self.name),
-            "compile": config.compile,
-            "attention": f"sdpa, as {type(model).__name__} calls it",
-            "precision": f"{config.dtype}{autocast}, float32 weights",
-        }
         loader = Loader(make_windows(sources, config)["train"], config, world)
         step, rows = make_step(model, config, world), Rows(config, world)
         for iteration in range(config.max_iters):
@@ -62,7 +54,15 @@ class Transformers(Program):
             if rows.due(iteration):
                 rows.add(iteration, loss.item())
         loader.close()
-        return {**found, "training_iterations": rows.close(self.name)}
+        return {
+            "peer": f"transformers {transformers.__version__}",
+            "class": type(model).__name__,
+            "parameters": parameters,
+            "compile": config.compile,
+            "attention": f"sdpa, as {type(model).__name__} calls it",
+            "precision": f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights",
+            "training_iterations": rows.close(self.name),
+        }
 
 
 class Liger(Transformers):
@@ -83,12 +83,8 @@ class Liger(Transformers):
         import liger_kernel.transformers as liger
 
         model = config.model_config()
-        if model.qk_norm:
-            liger.apply_liger_kernel_to_qwen3()
-        elif model.qkv_bias:
-            liger.apply_liger_kernel_to_qwen2()
-        else:
-            liger.apply_liger_kernel_to_llama()
+        family = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+        getattr(liger, f"apply_liger_kernel_to_{family}")()
         found = super().train(dataclasses.replace(config, compile=False), world, sources)
         version = importlib.metadata.version("liger-kernel")
         return {**found, "peer": f"liger-kernel {version}, {found['peer']}"}
@@ -101,11 +97,9 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
         ids = [world.local_rank] if world.device.type == "cuda" else None
         model = ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     forward = torch.compile(model) if config.compile else model
-    parameters = list(model.parameters())
-    betas = (config.beta1, config.beta2)
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay, fused=True
-    )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    keys = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, **keys)
     use_bf16 = config.dtype == "bfloat16"
 
     def step(x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
@@ -140,26 +134,11 @@ def build(transformers, config: ModelConfig) -> torch.nn.Module:
     fields = write_architecture(like, "float32", dict.fromkeys(("bos_token_id", "eos_token_id"), SPECIAL_ID))
     theirs = transformers.AutoConfig.for_model(**fields, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
-    if is_gpt2(config) and not config.bias:
-        _remove_biases(model, transformers.pytorch_utils.Conv1D)
+    if is_gpt2(config) and not config.bias:  # theirs always has biases: they stay 0, and have no gradients
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith("bias"))
     return model
 
 
 def is_gpt2(config: ModelConfig) -> bool:
     return config.position_encoding == "learned"
-
-
-def _remove_biases(model: torch.nn.Module, conv1d: type) -> None:
-    """Their GPT-2 always has biases, and its Conv1D does not work without one, so a Linear, as in their other
-    models, replaces each Conv1D. Otherwise the peer would compute gradients of biases that we do not have."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, conv1d):
-                weight = child.get_parameter("weight")
-                inputs, outputs = weight.shape
-                linear = torch.nn.Linear(inputs, outputs, bias=False, device=weight.device)
-                with torch.no_grad():
-                    linear.weight.copy_(weight.t())
-                setattr(parent, name, linear)
-            elif isinstance(child, torch.nn.LayerNorm):
-                child.register_parameter("bias", None)

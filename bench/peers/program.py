@@ -78,8 +78,8 @@ def need(module: str, peer: str, command: str) -> None:
 
 
 def check_parameters(model: torch.nn.Module, config: ModelConfig, program: str) -> int:
-    """Their number of parameters. Raises UserError if ours is another one: then the models differ."""
-    theirs = sum(parameter.numel() for parameter in model.parameters())
+    """Their number of trained parameters. Raises UserError if ours is another one: then the models differ."""
+    theirs = sum(each.numel() for each in model.parameters() if each.requires_grad)
     ours = model_builder.build_model(config).count_parameters()["total"]
     if theirs != ours:
         raise UserError(
@@ -128,18 +128,16 @@ def report(config: TrainConfig, world: World, found: dict[str, Any]) -> dict[str
     flops = v3.count_flops(config.model_config(), config.block_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
-    tokens = config.samples_per_iter(world.size) * config.block_size
-    method = {"calculation_method": v3.CALCULATION_METHOD}
     for row in found["training_iterations"]:
-        rate = tokens / (row["time_ms"] / 1000)
-        mfu, reason = None, peak.reason
-        if row["iter"] == 0:
-            reason = "the first iteration includes compilation and warm-up"
-        elif reason is None:
-            try:
-                mfu = utilization(rate, world.size, flops, peak, method)
-            except ValueError as error:
-                reason = str(error)
+        rate = 1000 * config.samples_per_iter(world.size) * config.block_size / row["time_ms"]
         row |= {"tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate / world.size}
-        row |= {"mfu": mfu, "mfu_reason": reason}
+        row |= {"mfu": None, "mfu_reason": peak.reason}
+        if row["iter"] == 0:
+            row["mfu_reason"] = "the first iteration includes compilation and warm-up"
+        elif peak.flops:
+            method = {"calculation_method": v3.CALCULATION_METHOD}
+            try:
+                row["mfu"] = utilization(rate, world.size, flops, peak, method)
+            except ValueError as error:
+                row["mfu_reason"] = str(error)
     return {**found, "num_gpus": world.size, "peak_tflops": peak.tflops}

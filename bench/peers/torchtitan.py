@@ -10,6 +10,7 @@ processor that keeps rows. Its own line of each row stays in the log; MFU there 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -55,14 +56,14 @@ class Torchtitan(Program):
 
     def of_model(self, config: TrainConfig, model: ModelConfig) -> str | None:
         fp8 = config.low_precision == "fp8_tensorwise"
-        skipped = config.low_precision_skip_first + config.low_precision_skip_last
         if not model.qk_norm or model.bias or model.dropout or model.rope_scaling:
             same = "Qwen3 without biases, dropout and rope_scaling"
             return f"torchtitan is compared in {same}, not {model.arch}"
-        if config.device != "cuda" or config.dtype != "bfloat16":
+        if (config.device, config.dtype) != ("cuda", "bfloat16"):
             return "torchtitan's trainer is compared in bfloat16, on GPUs"
         if config.low_precision != "none" and not fp8:
             return f"torchtitan is compared in bfloat16 and fp8_tensorwise, not in {config.low_precision}"
+        skipped = config.low_precision_skip_first + config.low_precision_skip_last
         if fp8 and (config.low_precision_scope != "layers" or skipped):
             return "torchtitan's float8 is in all blocks alone; leave out low_precision_scope and _skip"
         if fp8 and importlib.util.find_spec("torchao") is None:
@@ -93,17 +94,15 @@ class Torchtitan(Program):
 
         # its trainer takes batches from the host, and copies each micro-batch itself
         on_host = dataclasses.replace(world, device=torch.device("cpu"))
-        loader = Loader(make_windows(sources, config)["train"], config, on_host)
-        trainer = Trainer(job(config, world, loader))
-        try:
+        with contextlib.ExitStack() as stack:
+            loader = Loader(make_windows(sources, config)["train"], config, on_host)
+            stack.callback(loader.close)
+            trainer = Trainer(job(config, world, loader))
+            stack.callback(trainer.close)
             (model,) = trainer.model_parts
             parameters = check_parameters(model, config.model_config(), self.name)
-            rows = Rows(config, world)
-            trainer.metrics_processor.rows = rows
+            trainer.metrics_processor.rows = rows = Rows(config, world)
             trainer.train()
-        finally:
-            trainer.close()
-            loader.close()
         float8 = ", float8 of torchao but in the head" * (config.low_precision != "none")
         return {
             "peer": f"torchtitan {VERSION}",
@@ -171,8 +170,14 @@ def job(config: TrainConfig, world: World, loader: Loader) -> Any:
     quiet = MetricsProcessor.Config(log_freq=config.log_interval, disable_color_printing=True)
     levels = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
     warmup, end = warmup_and_decay_iters(config)
-    end = max(end, config.max_iters)  # it has no rate beyond it
     adamw = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+    batch = {"local_batch_size": config.micro_batch, "global_batch_size": config.samples_per_iter(world.size)}
+    most = config.grad_clip or float("inf")  # it always clips
+    after_forward = "always" if config.reshard_after_forward else "never"
+    # partial_dtensor is plain FSDP; its default needs a newer torch
+    plain = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": after_forward}
+    # our warm-up and its decay, which has no rate beyond its end; speed does not depend on the rate
+    schedule = {"warmup_steps": warmup, "total_steps": max(end, config.max_iters)}
     return Trainer.Config(
         model_spec=model_spec(config),
         dump_folder=config.out_dir,
@@ -181,21 +186,9 @@ def job(config: TrainConfig, world: World, loader: Loader) -> Any:
         dataloader=SimpleNamespace(build=lambda **_: batches(loader)),
         metrics=SimpleNamespace(build=lambda **parts: metrics(quiet, **parts)),
         optimizer=default_adamw(lr=config.learning_rate, **adamw),
-        # our warm-up and its decay; speed does not depend on the rate
-        lr_scheduler=LRSchedulersContainer.Config(
-            warmup_steps=warmup, total_steps=max(end, config.max_iters)
-        ),
-        training=TrainingConfig(
-            local_batch_size=config.micro_batch,
-            global_batch_size=config.samples_per_iter(world.size),
-            **{"seq_len": config.block_size, "steps": config.max_iters},
-            max_norm=config.grad_clip or float("inf"),  # it always clips
-        ),
-        # partial_dtensor is plain FSDP; its default needs a newer torch
-        parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor",
-            fsdp_reshard_after_forward="always" if config.reshard_after_forward else "never",
-        ),
+        lr_scheduler=LRSchedulersContainer.Config(**schedule),
+        training=TrainingConfig(**batch, seq_len=config.block_size, steps=config.max_iters, max_norm=most),
+        parallelism=ParallelismConfig(**plain),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=levels[recomputation(config)],
         compile=CompileConfig(enable=config.compile),
@@ -225,13 +218,16 @@ def model_spec(config: TrainConfig) -> Any:
     for layer in layers:  # its loaders pack documents and so need masks; ours do not
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     start = qwen3._EMBEDDING_SKIP_INIT if model.weight_tying else qwen3._EMBEDDING_INIT
-    ends = {
-        "tok_embeddings": Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=start),
-        "lm_head": Linear.Config(in_features=width, out_features=vocabulary, param_init=qwen3._LINEAR_INIT),
-        "norm": qwen3._qwen3_norm(width),
-        "enable_weight_tying": model.weight_tying,
-    }
-    built = qwen3.Qwen3Model.Config(dim=width, vocab_size=vocabulary, layers=layers, **ends)
+    head = {"in_features": width, "out_features": vocabulary, "param_init": qwen3._LINEAR_INIT}
+    built = qwen3.Qwen3Model.Config(
+        dim=width,
+        vocab_size=vocabulary,
+        layers=layers,
+        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=start),
+        lm_head=Linear.Config(**head),
+        norm=qwen3._qwen3_norm(width),
+        enable_weight_tying=model.weight_tying,
+    )
     for _, norm, _, _ in built.traverse(RMSNorm.Config):
         norm.eps = model.norm_eps
     if config.low_precision == "fp8_tensorwise":  # a recipe of torchao's that torchtitan 0.3 takes, unnamed

@@ -19,15 +19,15 @@ from support.helpers import ROOT, TINY, launch, make_dataset, write_config
 
 import model_builder
 from bench import peer, random_tokens, roofline, throughput
+from bench.figures import combine, measure, note
 from bench.peers.hugging_face import Transformers, build, make_step
 from bench.peers.program import check_parameters
-from bench.plan import Entry, check_varied, iteration_flags, make_plan
+from bench.plan import Entry, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
-from bench.roofline import ON_A_CPU
-from bench.runner import combine, measure, stated_peak
+from bench.runner import stated_peak
 from bench.suites import SUITES, Variant
-from bench.table import about_this, note, peaks
+from bench.table import about_this, heading
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from model import rotary_angles
@@ -112,21 +112,18 @@ def test_peer_is_the_same_model_by_the_same_peak_and_the_ceiling_another_ratio(q
 @pytest.mark.slow
 def test_table_has_the_promised_columns_and_a_row_for_each(quick):
     printed, content, document = quick
-    assert document.startswith(f"## {content['date'][:10]}, ")
+    assert document.startswith(f"## {content['date'][:10]}, ") and document.rstrip("\n") in printed
     rows = [line.strip("|").split("|") for line in document.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in row] for row in rows]
     assert rows[0][:4] == ["variant", "GPUs", "MFU %", "causal %"] and rows[0][-1] == "note"
     assert {len(row) for row in rows} == {14}
-    shown = by_kind(content, "variant") + by_kind(content, "peer")
-    assert sorted(row[0] for row in rows[2:]) == sorted(entry["name"] for entry in shown)
+    assert [row[0] for row in rows[2:]] == [entry["name"] for entry in content["entries"]]
     assert content["command"] in document
-    table = document[document.index("| variant") : document.index("\n\n", document.index("| variant"))]
-    assert table in printed
     for entry in content["entries"]:
         assert printed.count(f"] {entry['name']}: started") == len(entry["runs"]) == 1
+        assert entry["runs"][0]["command"].startswith("python ")
     for name in ("software", "git", "arguments", "date"):
         assert content[name]
-    assert all(run["command"].startswith("python ") for e in shown for run in e["runs"])
 
 
 # --- variants that fail, and repeats ---
@@ -142,8 +139,8 @@ def test_failing_variants_are_rows_and_the_others_still_run(tmp_path, tokens, mo
     )
     monkeypatch.setitem(SUITES, "quick", variants)
     folder = tmp_path / "output"
-    status = throughput.main([*SHORT, "--repeats=2", f"--dataset={tokens}", f"--output={folder}"])
-    assert status == 1
+    command = [*SHORT, "--repeats=2", f"--dataset={tokens}", f"--output={folder}"]
+    assert throughput.main(command) == 1
     typo, fails, works = json.loads((folder / "table.json").read_text())["entries"]
     assert "did you mean 'learning_rate'" in typo["runs"][0]["reason"] and typo["result"] is None
     assert "contains token id" in fails["runs"][0]["reason"] or "vocabulary" in fails["runs"][0]["reason"]
@@ -152,26 +149,48 @@ def test_failing_variants_are_rows_and_the_others_still_run(tmp_path, tokens, mo
     started = re.findall(r"\] (\w+): started", capsys.readouterr().out)
     assert started == ["typo", "fails", "works"] * 2  # interleaved
     document = (folder / "table.md").read_text()
-    assert "failed: unknown setting 'learing_rate'" in document and fails["runs"][0]["reason"] in document
+    assert (
+        "typo failed: unknown setting 'learing_rate'" in document and fails["runs"][0]["reason"] in document
+    )
+    # the same command continues: it runs again what failed, or has no result
+    for name in ("table.json", "runs/works.2/result.json"):
+        (folder / name).unlink()
+    assert throughput.main(command) == 1
+    output = capsys.readouterr().out
+    assert "1 of 6 runs are finished" in output
+    assert re.findall(r"\] (\w+): started", output) == ["typo", "fails"] + ["typo", "fails", "works"]
+    again = json.loads((folder / "table.json").read_text())["entries"][2]
+    assert again["runs"][0] == works["runs"][0] and again["runs"][1]["folder"] == f"{folder}/runs/works.3"
+    # but nobody mixes its results with those of another command, or of other code
+    for content in ({"command": "python other.py"}, {"git": {"commit": "1234"}}):
+        saved = json.loads((folder / "table.json").read_text())
+        (folder / "table.json").write_text(json.dumps(saved | content))
+        with pytest.raises(UserError, match="by another command or other code; choose another --output"):
+            throughput.main(command)
+        (folder / "table.json").write_text(json.dumps(saved))
 
 
-def test_variants_are_chosen_by_name_or_by_what_is_in_it():
-    def found(*texts):
-        suite, variants = throughput.chosen(
-            throughput.parse(arguments + [f"--variant={t}" for t in texts])[0]
-        )
-        assert suite == "communication"
+def test_variants_are_chosen_by_name_or_by_what_is_in_it(tmp_path):
+    def found(*arguments):
+        return throughput.chosen(throughput.parse(list(arguments))[0])
+
+    def names(*texts):
+        _, variants = found("--suite=communication", *(f"--variant={text}" for text in texts))
         return [variant.name for variant in variants]
 
-    arguments = ["--suite=communication"]
-    assert found() == [variant.name for variant in SUITES["communication"]]
-    assert found("FSDP, bf16", "one GPU") == ["one GPU", "FSDP, bf16"]  # whole names, in the suite's order
-    assert found("fp8") == ["one GPU, fp8"] + [f"{strategy}, fp8" for strategy in ("DDP", "ZeRO-1", "FSDP")]
+    assert names() == [variant.name for variant in SUITES["communication"]]
+    assert names("FSDP, bf16", "one GPU") == ["one GPU", "FSDP, bf16"]  # whole names, in the suite's order
+    assert names("fp8") == ["one GPU, fp8"] + [f"{strategy}, fp8" for strategy in ("DDP", "ZeRO-1", "FSDP")]
     with pytest.raises(UserError, match="'ZeRO-2' is in no name"):
-        found("DDP", "ZeRO-2")
-    arguments = ["--config=config/quickstart.py"]
+        names("DDP", "ZeRO-2")
+    # any config is a suite of one
+    path = str(write_config(tmp_path / "mine.py", **TINY))
+    assert found("--config", path) == ("mine", (Variant("mine", path),))
     with pytest.raises(UserError, match="a --config is one variant"):
-        found("DDP")
+        found("--config", path, "--variant=DDP")
+    for wrong in (["--config", path, "--suite", "quick"], ["--dataset", "random"]):
+        with pytest.raises(SystemExit):
+            found(*wrong)
 
 
 def test_run_that_takes_too_long_is_stopped(tmp_path):
@@ -248,11 +267,9 @@ def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
 
 def test_a_gpu_run_without_clocks_says_why_in_its_row():
     rows = [row(0, 1.0), row(1, 100.0) | {"sm_clock_mhz": None, "gpu_reason": "no driver"}]
-    run = {"measurement": measure(rows, 0), "reason": None}
-    gpu, cpu = (
-        Entry("a", "variant", [], 1, device, runs=[run], result=combine([run])) for device in ("cuda", "cpu")
-    )
-    assert (note(gpu), note(cpu)) == ("no driver", "")
+    runs = [{"measurement": measure(rows, 0), "reason": None}]
+    notes = [note([Entry("a", "b", [], 1, on, runs=runs, result=combine(runs))]) for on in ("cuda", "cpu")]
+    assert notes == ["no driver", ""]
 
 
 @pytest.mark.parametrize("iters, warmup", [(20, 10), (8, 4), (1, 0), (7, 3), (200, 20), (5, 0)])
@@ -317,30 +334,17 @@ def test_strategies_take_all_gpus(gpus, processes, problem):
         ([*SHORT, "--n_layers=2"], "did you mean 'n_layer'"),
         ([*SHORT, "8"], "written --key=value"),
         ([*SHORT, "--eval_interval=5"], "benchmark's to set"),
-        (["--suite=micro_batch", "--batch_size=8"], "--batch_size=8 .*'12 x 2048' has 12.* --config"),
+        (["--suite=micro_batch", "--batch_size=8"], "'16 x 2048' would be the same as another.* --config"),
     ],
 )
 def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, tmp_path, capsys):
     assert end_with_status(throughput.main, [*flags, f"--output={tmp_path / 'out'}"]) == 2
-    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()
+    assert re.search(message, capsys.readouterr().err) and not list(tmp_path.glob("out/runs/*"))
 
 
-def test_settings_in_which_no_variant_of_a_config_differs_may_go_to_all():
-    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])
-    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
-
-
-@pytest.mark.parametrize(
-    "there, message",
-    [
-        ("table.json", "has the table or the runs of a benchmark"),
-        ("runs/quickstart.1", "may still be running; choose another --output"),
-    ],
-)
-def test_a_used_folder_is_refused(there, message, tmp_path, capsys):
-    (tmp_path / there).mkdir(parents=True)
-    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
-    assert message in capsys.readouterr().err
+def test_settings_in_which_variants_of_one_config_do_not_differ_may_go_to_all():
+    for suite, flag in (("micro_batch", "--gradient_accumulation_steps=2"), ("models", "--batch_size=8")):
+        assert len(make_plan(SUITES[suite], [flag], None, 0)) == len(SUITES[suite])
 
 
 def test_another_formula_is_refused(monkeypatch, capsys):
@@ -506,18 +510,23 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         assert shapes == {"forward": (32, 16), "dgrad": (32, 64), "wgrad": (16, 64)}
 
 
-def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
-    def half_a_second(call, device, timing=None):
-        call()
-        return 0.5
-
-    monkeypatch.setattr(roofline, "seconds_per_call", half_a_second)
-    matmul = roofline.time_matmul(32, 64, 16, "float32", CPU, ON_A_CPU)
-    assert set(matmul["tflops"].values()) == {2 * 32 * 64 * 16 / 0.5 / 1e12}
-    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
-    attention = roofline.time_attention(config, config.model_config(), torch.float32, CPU, ON_A_CPU)
+def test_rates_are_of_counted_flops(monkeypatch):
+    monkeypatch.setattr(roofline, "seconds_per_call", lambda call, *others: call() is None or 0.5)
+    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2", "--peak_tflops=1"])
+    measured = roofline.measure(config, CPU)
+    for each in measured["matmuls"]:
+        assert set(each["tflops"].values()) == {2 * each["M"] * each["K"] * each["N"] / 0.5 / 1e12}
+        assert each["M"] == 2 * config.block_size and each["in_ceiling"]
     forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
-    assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
+    rates = measured["attention"]["causal_tflops"]
+    assert rates == pytest.approx({"forward": forward, "backward": 2 * forward})
+    times = sum(3 * 0.5 * each["count"] for each in measured["matmuls"]), 2 * 0.5 * config.n_layer
+    found = measured["ceiling"]
+    assert (found["matmul_seconds"], found["attention_seconds"]) == times
+    assert found["tokens_per_sec"] == found["tokens_per_sec_per_gpu"] == measured["tokens"] / sum(times)
+    flops = model_builder_v3.count_flops(config.model_config(), config.block_size)["flops_per_token"]
+    assert found["mfu_percent"] == pytest.approx(100 * found["tokens_per_sec"] * flops / 1e12)
+    assert roofline.lines(measured)[-1].startswith("ceiling ")
 
 
 def test_a_call_is_timed_by_its_median_sample(monkeypatch):
@@ -528,51 +537,36 @@ def test_a_call_is_timed_by_its_median_sample(monkeypatch):
         clock.now += next(lasts)
 
     monkeypatch.setattr(roofline.time, "perf_counter", lambda: clock.now)
-    assert roofline.seconds_per_call(call, CPU, ON_A_CPU) == 1.0
+    assert roofline.seconds_per_call(call, CPU, 0.1) == 1.0
 
 
-def test_ceiling_adds_up_what_would_run():
+def test_a_ceiling_takes_the_matmuls_that_would_run():
     config = load_config([str(ROOT / "config/quickstart.py"), *SIZES])
-    matmuls = [
-        {"count": 2, "in_ceiling": True, "seconds": {"forward": 0.1, "dgrad": 0.2, "wgrad": 0.3}},
-        {"count": 2, "in_ceiling": False, "seconds": {"forward": 9.0}},
-    ]
+    seconds = {"forward": 0.1, "dgrad": 0.2, "wgrad": 0.3}
+    matmuls = [{"count": 2, "in_ceiling": used, "seconds": seconds} for used in (True, False)]
     attention = {"count": 2, "seconds": {"forward": 0.1, "backward": 0.3}}
     peak = types.SimpleNamespace(flops=1e9, tflops=1e-3, source="stated", reason=None)
     found = roofline.ceiling(config, 1000, matmuls, attention, peak)
     assert found["tokens_per_sec"] == pytest.approx(1000 / 2.0)
-    flops = model_builder_v3.count_flops(config.model_config(), config.block_size)["flops_per_token"]
-    assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
 
 
-@pytest.mark.parametrize("operations", [17, 29])
-def test_a_ceiling_is_measured_within_its_budget(operations):
-    timing = roofline.share_of_budget(operations, torch.device("cuda"))
-    spent = operations * (timing.warmup_s + timing.samples * timing.sample_s)
-    assert roofline.HEAT_S + spent == pytest.approx(roofline.BUDGET_S)  # the process takes up to nine more
+def test_a_ceiling_is_measured_within_its_budget(monkeypatch):
+    clock = types.SimpleNamespace(now=0.0, calls=0)
+
+    def call():
+        clock.now, clock.calls = clock.now + 0.01, clock.calls + 1
+
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: clock.now)
+    roofline.seconds_per_call(call, CPU, 1.2)
+    assert clock.now == pytest.approx(1.2, abs=0.1)  # with a warm-up of a quarter
 
 
-# --- which variants, and what may be changed in them ---
-
-
-def test_any_config_is_a_suite_of_one(tmp_path):
-    path = str(write_config(tmp_path / "mine.py", **TINY))
-    assert throughput.chosen(throughput.parse(["--config", path])[0]) == ("mine", (Variant("mine", path),))
-    for wrong in (["--config", path, "--suite", "quick"], ["--dataset", "random"]):
-        with pytest.raises(SystemExit):
-            throughput.parse(wrong)
-
-
-def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder_of_the_machine(
-    tmp_path, monkeypatch
-):
+def test_records_hold_no_folder_of_the_machine(tmp_path, monkeypatch):
     assert from_root(ROOT / "out-bench/new") == "out-bench/new"
     assert from_root(tmp_path) == str(tmp_path)
-    arguments = argparse.Namespace(suite=None, variant=[], config=ROOT / "config/quickstart.py", nproc=1)
-    variants = throughput.chosen(arguments)[1]
-    assert variants[0].config == "config/quickstart.py"
+    options = argparse.Namespace(suite=None, variant=[], config=ROOT / "config/quickstart.py", nproc=1)
     monkeypatch.chdir(tmp_path)  # the plan is made from anywhere
-    (entry,) = make_plan(variants, [], None, 0)
+    (entry,) = make_plan(throughput.chosen(options)[1], [], None, 0)
     assert entry.problem is None and entry.argv[0] == "config/quickstart.py"
 
 
@@ -581,13 +575,19 @@ def test_a_table_has_one_peak_for_each_dtype():
         return Entry(kind, name, [], 1, "cuda", dtype=dtype, **results)
 
     peak = {"tflops_per_gpu": 700.0, "measured": True, "source": "measured: a GEMM"}
-    first = entry("variant", "a", "bfloat16", facts={"peak": peak})
+    facts = {"peak": peak, "hardware": {"gpu_name": "H200", "peak": peak}, "software": {"torch": "2.11"}}
+    first = entry("variant", "a", "bfloat16", facts=facts)
     kinds = (("variant", "bfloat16"), ("peer", "bfloat16"), ("variant", "float16"))
     others = [entry(kind, f"{kind} in {dtype}", dtype) for kind, dtype in kinds]
     given = [stated_peak(other, [first, *others]) for other in others]
     assert given == [["--peak_tflops=700.0"], ["--peak_tflops=700.0"], []]
-    others[0].facts = {"peak": {**peak, "measured": False, "source": "stated by peak_tflops"}}
-    assert peaks([first, *others]) == ["700 TFLOPS in bfloat16, measured: a GEMM"]
+    ceiling = {"ceiling": {"peak_tflops": 650.0, "peak_source": "measured: a GEMM"}}
+    assert stated_peak(first, [entry("roofline", "c", "bfloat16", result=ceiling)]) == ["--peak_tflops=650.0"]
+    others[0].facts = facts | {"hardware": {"peak": {**peak, "source": "stated by peak_tflops"}}}
+    content = about_this("bench.throughput", [])
+    lines = heading(content, "suite", [first, *others])
+    assert lines[0].endswith(", H200, suite") and lines[4].startswith("torch 2.11; commit ")
+    assert lines[5:] == ["Peak: 700 TFLOPS in bfloat16, measured: a GEMM."]
 
 
 def test_software_of_a_bench_calls_the_processor_no_gpu():

@@ -7,10 +7,10 @@ import pytest
 from support.helpers import write_config
 
 from bench import throughput
+from bench.figures import relate
 from bench.peers.hugging_face import Liger, Transformers
 from bench.plan import Entry, make_plan
 from bench.process import end_with_status
-from bench.runner import relate
 from bench.suites import Variant
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config

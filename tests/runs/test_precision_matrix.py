@@ -13,8 +13,8 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset
 
 from bench import precision, process, runner
-from bench.precision import COLUMNS, row_figures
-from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
+from bench.precision import COLUMNS, table_rows
+from bench.precision_rows import B200_FLOPS, CONFIG, PUBLISHED, ROWS, published
 from bench.process import end_with_status
 from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
 from mfu_versions import model_builder_v3 as v3
@@ -22,38 +22,14 @@ from training.batches.sources import make_windows, open_sources
 from training.configuration.files_and_flags import load_config
 from training.pretrained.settings import load_run_config
 
-SHAPE = (
-    "n_layer",
-    "n_head",
-    "num_key_value_heads",
-    "n_embd",
-    "d_ff",
-    "block_size",
-    "batch_size",
-    "device",
-    "compile",
-)
+SHAPE = "n_layer n_head num_key_value_heads n_embd d_ff block_size batch_size device compile".split()
 SIZES = [f"--{key}={TINY[key]}" for key in SHAPE] + ["--gradient_accumulation_steps=1", "--peak_tflops=1"]
 SHORT = ["--seeds=1,2", "--loss_iters=6", "--iters=2", "--warmup=1", *SIZES]
 
 # What the study's tokens/s are, counted with the logits in every row: MFU in percent of a B200's bf16 peak
 # with attention in full, and with its causal half.
-CORRECTED = """
-1 42.0 37.5
-2 44.6 39.8
-3 46.2 41.3
-4 55.7 49.7
-5 44.4 39.7
-6 53.3 47.6
-7 44.8 40.0
-8 53.7 47.9
-9 45.3 40.4
-10 52.6 47.0
-11 41.5 37.1
-12 49.1 43.8
-13 44.0 39.3
-14 51.5 45.9
-"""
+CORRECTED = """1 42.0 37.5, 2 44.6 39.8, 3 46.2 41.3, 4 55.7 49.7, 5 44.4 39.7, 6 53.3 47.6, 7 44.8 40.0,
+    8 53.7 47.9, 9 45.3 40.4, 10 52.6 47.0, 11 41.5 37.1, 12 49.1 43.8, 13 44.0 39.3, 14 51.5 45.9"""
 
 
 @pytest.fixture(scope="module")
@@ -83,37 +59,34 @@ def row_of(content: dict, name: str) -> dict:
 # --- the rows ---
 
 
-@pytest.mark.parametrize("row", STUDY, ids=lambda row: row.name)
-def test_the_published_mfu_follows_from_the_studys_formula(row):
-    """6 (N - N_embedding) + 12 L H D T FLOPs for a token. N counts a tied matrix once, so the logits are in
-    it only where they have weights of their own. Row 12 is printed 0.013 higher than its tokens/s give."""
+@pytest.mark.parametrize("line", CORRECTED.split(","))
+def test_the_published_mfu_follows_from_the_studys_formula_and_is_corrected_by_ours(line):
+    """The study's: 6 (N - N_embedding) + 12 L H D T FLOPs for a token. N counts a tied matrix once, so the
+    logits are in it only where they have weights of their own. Row 12 is printed 0.013 higher than its
+    tokens/s give."""
+    name, *percents = line.split()
+    row, found = ROWS[name], published(ROWS[name])
     config = load_config([str(ROOT / CONFIG), f"--weight_tying={row.own['weight_tying']}"]).model_config()
     counted = v3.build_model(config).count_parameters()["total"] - config.vocab_size * config.n_embd
     flops = 6 * counted + 12 * config.n_layer * config.attention_width * config.block_size
-    rounding = 0.014 if row.name == "12" else 0.006
-    percent = 100 * row.published.tokens_per_sec * flops / B200_FLOPS
-    assert percent == pytest.approx(row.published.mfu_percent, abs=rounding)
-
-
-@pytest.mark.parametrize("line", CORRECTED.split("\n")[1:-1], ids=lambda line: line.split()[0])
-def test_the_published_speed_counted_by_one_formula(line):
-    name, *percents = line.split()
-    assert [f"{percent:.1f}" for percent in corrected(ROWS[name])] == percents
+    percent = 100 * found["study's tokens/s"] * flops / B200_FLOPS
+    assert percent == pytest.approx(found["study's MFU %"], abs=0.014 if name == "12" else 0.006)
+    assert [f"{found[column]:.1f}" for column in ("corrected %", "its causal %")] == percents
 
 
 def test_the_studys_14_distinct_rows_and_both_kinds_of_rounding():
-    assert [row.name for row in STUDY] == [str(number) for number in range(1, 15)]
-    assert len({str((row.own["param_dtype"], row.keys(28))) for row in STUDY}) == 14
-    figures = {row["row"]: row for row in row_figures([])}
+    study = {name: row for name, row in ROWS.items() if row.published}
+    assert list(study) == [str(number) for number in range(1, 15)]
+    assert len({str((row.own["param_dtype"], row.keys(28))) for row in study.values()}) == 14
+    figures = {row["row"]: row for row in table_rows([])}
     assert figures["9"]["study's tokens/s"] == 77_487.93 and figures["9"]["study's memory %"] == 70.88
-    assert figures["21"]["study's tokens/s"] is figures["21"]["study's memory %"] is None
-    assert {"study's tokens/s", "study's memory %"} < COLUMNS.keys()
-    for row in STUDY:
-        twin = ROWS.get(f"{row.name}s")
+    assert not {*PUBLISHED} & figures["21"].keys() and {*PUBLISHED} < COLUMNS.keys()
+    for name, row in study.items():
+        twin = ROWS.get(f"{name}s")
         assert (twin is not None) == (row.own["param_dtype"] == "bfloat16")
         if twin:
             assert twin.keys(28) == {**row.keys(28), "weight_rounding": "stochastic"}
-            assert twin.published is None
+            assert not twin.published
 
 
 @pytest.mark.parametrize(("blocks", "last"), [(28, 4), (8, 1), (2, 1), (20, 3)])
@@ -165,8 +138,8 @@ def test_the_matrix_has_speed_and_paired_losses_and_a_failing_row(finished):
     assert first["from row 1 %"] is None
     assert (first["executed as"], tensorwise["executed as"]) == ("bf16", "fp32, emulates fp8_tensorwise")
     assert failed["held-out loss"] is None and failed["tokens/s"] is None
-    assert "speed failed: " in failed["note"] and "loss failed: " in failed["note"]
-    assert failed["note"].count("multiples of 32") == 2 and failed["note"] in output
+    assert "speed 5, loss 5, seed 1, loss 5, seed 2 failed: " in failed["note"]
+    assert "multiples of 32" in failed["note"] and failed["note"] in output
     assert row_of(content, "10")["note"] == "the logits' gradient in e5m2; untied; not run"
     assert (folder / "table.md").read_text().rstrip("\n") in output
     assert not list(folder.glob("runs/*/checkpoints"))
@@ -187,9 +160,13 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     arguments, first, _ = finished
     folder = shutil.copytree(first, tmp_path / "out")
     before = read_table(folder)
-    started = []
-    run_entry = runner.run_entry
-    monkeypatch.setattr(runner, "run_entry", lambda e, *rest: started.append(e.name) or run_entry(e, *rest))
+    started, run_entry = [], runner.run_entry
+
+    def counted(entry, *rest):
+        started.append(entry.name)
+        run_entry(entry, *rest)
+
+    monkeypatch.setattr(runner, "run_entry", counted)
     again = [*arguments, f"--output={folder}"]
     assert precision.main([*again, "--rows=1,21"]) == 0
     assert started == [] and "6 of 6 runs are finished" in capsys.readouterr().out
@@ -205,9 +182,8 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
         (folder / "runs" / name).rename(aside / name)
 
     def while_another_runs(entry, *rest):
-        started.append(entry.name)
         (aside / "loss-21--seed-1.1").rename(folder / "runs/loss-21--seed-1.1")
-        run_entry(entry, *rest)
+        counted(entry, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "run_entry", while_another_runs)
@@ -238,7 +214,7 @@ def test_a_row_says_what_ran_otherwise_than_asked(finished, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "6 of 6 runs are finished" in output
     (line,) = (line for line in output.splitlines() if line.startswith("|  21 "))
-    assert "speed ran otherwise: asked for sdpa (sdpa [flex attention] failed: no kernel)" in line
+    assert "asked for sdpa (sdpa [flex attention] failed: no kernel)" in line
 
 
 HOLDS = """

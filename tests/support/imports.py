@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # files of a folder that have no line of their own.
 ORDER = (
     "docs/*",
-    "bench/recovery_worker.py",  # it is train.py, with marks
     "train.py",
     "sample.py",
     "tools/*",
