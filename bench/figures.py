@@ -6,6 +6,7 @@ the first iteration, which includes compilation. Of the others only those count 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -45,25 +46,20 @@ def measure(rows: list[dict], warmup: int) -> dict:
 
 
 def combine(runs: list[dict]) -> dict | None:
-    """The figures of one variant from all its repeats: the median of the runs' medians, percentiles over all
-    their rows, the most memory of any run. Runs that failed have no measurement; None if all did."""
+    """The figures of one variant from all its repeats: medians and percentiles over all their rows, the most
+    memory of any run. Runs that failed have no measurement; None if all did."""
     measurements = known(runs, "measurement")
     if not measurements:
         return None
+    of = {name: known(measurements, name) for name in measurements[0]}
     return {
         "runs": len(measurements),
-        "rows": sum(known(measurements, "rows")),
-        **{name: spread(known(measurements, name)) for name in SERIES},
-        "first_step_s": statistics.median(known(measurements, "first_step_s")),
-        **{name: max(known(measurements, name), default=None) for name in MOST},
-        **{name: next(iter(known(measurements, name)), None) for name in ("mfu_reason", "gpu_reason")},
+        "rows": sum(of["rows"]),
+        **{name: percentiles.spread([*itertools.chain(*of[name])]) for name in SERIES},
+        "first_step_s": statistics.median(of["first_step_s"]),
+        **{name: max(of[name], default=None) for name in MOST},
+        **{name: next(iter(of[name]), None) for name in ("mfu_reason", "gpu_reason")},
     }
-
-
-def spread(series: list[list[float]]) -> dict | None:
-    """Median of the runs' medians, 10th and 90th percentile of all values; None if there are no values."""
-    found = percentiles.spread([value for values in series for value in values])
-    return found and {**found, "median": statistics.median(map(statistics.median, filter(None, series)))}
 
 
 def relate(entries: list[Entry]) -> None:

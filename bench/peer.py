@@ -29,7 +29,6 @@ from training.process.launch import launch_info
 from training.process.world import check_device
 
 PEERS: dict[str, type[Program]] = {each.name: each for each in (Transformers, Liger, Torchtitan)}
-REMOVED = {"nanogpt": "nanoGPT's own train.py times its iterations, if its log_interval is 1"}
 
 
 def main(argv: list[str]) -> int:
@@ -55,16 +54,15 @@ def require(names: list[str]) -> list[Program]:
     """The programs. Raises UserError if one is unknown or not installed."""
     for name in names:
         if name not in PEERS:
-            instead = f"; it was removed: {REMOVED[name]}" if name in REMOVED else ""
-            raise UserError(f"--peer: {name!r} is not one of {', '.join(PEERS)}{instead}")
+            removed = ", which was removed; its own train.py times its iterations" * (name == "nanogpt")
+            raise UserError(f"--peer: {name!r} is not one of {', '.join(PEERS)}{removed}")
         PEERS[name]().require()
     return [PEERS[name]() for name in names]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peer", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser("python -m bench.peer", description=about, allow_abbrev=False)
     parser.add_argument("--peer", default="transformers", help=f"{', '.join(PEERS)} (transformers)")
     flags, rest = take_flags(argv)
     options, unknown = parser.parse_known_args(rest)

@@ -34,20 +34,17 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
     path = Path(folder).resolve() / f"random-{vocab_size}"
     if path.exists():
         return path
-    rng = np.random.default_rng(SEED)
-    end = vocab_size - 1
-    splits = {}
+    rng, end, splits = np.random.default_rng(SEED), vocab_size - 1, {}
     for split, count in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS)):
         ids = rng.integers(0, end, count)
         lengths = 1 + rng.geometric(1 / (DOCUMENT_TOKENS - 1), count)  # with the end, at least 2
         ends = np.cumsum(lengths) - 1
         ids[ends[ends < count]] = end
         splits[split] = [ids]
-    source = f"uniform random ids, seed {SEED}"
-    tokenizer = {"kind": "none", "name": "random"}
+    about = {"source": f"uniform random ids, seed {SEED}", "eot_id": end}
     try:
         with new_folder(path) as temporary:
-            write_dataset(temporary, splits, vocab_size, tokenizer, eot_id=end, source=source)
+            write_dataset(temporary, splits, vocab_size, {"kind": "none", "name": "random"}, **about)
     except OSError:
         if not path.exists():  # else another process was faster
             raise
@@ -55,13 +52,13 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.random_tokens", description=__doc__.splitlines()[0], allow_abbrev=False
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser("python -m bench.random_tokens", description=about, allow_abbrev=False)
+    ids, many = (
+        whole_number(VOCABULARY_MIN, VOCABULARY_MAX),
+        "how many ids there are; the last ends a document",
     )
-    vocabulary = whole_number(VOCABULARY_MIN, VOCABULARY_MAX)
-    parser.add_argument(
-        "vocab_size", type=vocabulary, help="how many ids there are; the last ends a document"
-    )
+    parser.add_argument("vocab_size", type=ids, help=many)
     path = make_random_dataset(ROOT / "data", parser.parse_args(argv).vocab_size)
     print(f"{path}: --dataset={path.name}")
 

@@ -11,30 +11,25 @@ from typing import Final, Literal
 
 ALL_GPUS: Final = "all"  # as many processes as this machine has GPUs, two or more
 
-QUICKSTART = "config/quickstart.py"
-GPT2_124M = "config/train_gpt2_124m.py"
-GPT2 = "config/full_gpt2_1.36b.py"
-LLAMA = "config/full_llama_1.36b.py"
-LLAMA3_SMALL = "config/full_llama3_1.5b_optimal.py"
-LLAMA3_LARGE = "config/full_llama3_2.2b_chinchilla.py"
-QWEN3 = "config/full_qwen3_1.8b_optimal.py"
+QUICKSTART, GPT2_124M = "config/quickstart.py", "config/train_gpt2_124m.py"
+LLAMA3_LARGE, QWEN3 = "config/full_llama3_2.2b_chinchilla.py", "config/full_qwen3_1.8b_optimal.py"
+MODELS = {
+    "GPT-2 1.36B": "config/full_gpt2_1.36b.py",
+    "LLaMA 1.36B": "config/full_llama_1.36b.py",
+    "LLaMA 3 1.5B": "config/full_llama3_1.5b_optimal.py",
+    "LLaMA 3 2.2B": LLAMA3_LARGE,
+    "Qwen3 1.8B": QWEN3,
+}
 
 # The same batch for every variant on every machine; what 'auto' chooses depends on the memory.
 BATCH: dict[str, object] = {"batch_size": 16, "gradient_accumulation_steps": 4}
-FP8 = {"low_precision": "fp8_tensorwise"}
 ONE_STEP = {"gradient_accumulation_steps": 1}
 TWO_STEPS = {**BATCH, "gradient_accumulation_steps": 2}  # few, so that communication is a large part
-STRATEGIES: dict[str, dict[str, object]] = {
-    "DDP": {},
-    "ZeRO-1": {"use_zero1": True},
-    "FSDP": {"use_fsdp": True},
-}
+STRATEGIES: dict[str, dict[str, object]] = {"DDP": {}, "ZeRO-1": {"use_zero1": True}}
+STRATEGIES |= {"FSDP": {"use_fsdp": True}}
 # How gradients travel.
-COMMUNICATION: dict[str, dict[str, object]] = {
-    "defaults": {},
-    "bf16": {"reduce_dtype": "bfloat16"},
-}
-FP8_HEAD = {**FP8, "low_precision_scope": "layers_and_head"}
+COMMUNICATION: dict[str, dict[str, object]] = {"defaults": {}, "bf16": {"reduce_dtype": "bfloat16"}}
+FP8_HEAD = {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"}
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,10 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         Variant("manual", QUICKSTART, {"attention_backend": "manual"}),
     ),
     "models": tuple(
-        Variant(name, config, {**BATCH, "batch_size": batch_size, "dtype": "bfloat16"})
-        for name, config, batch_size in (
-            ("GPT-2 1.36B", GPT2, 16),
-            ("LLaMA 1.36B", LLAMA, 16),
-            ("LLaMA 3 1.5B", LLAMA3_SMALL, 16),
-            ("LLaMA 3 2.2B", LLAMA3_LARGE, 12),
-            ("Qwen3 1.8B", QWEN3, 16),
+        Variant(
+            name, config, {**BATCH, "batch_size": 12 if config == LLAMA3_LARGE else 16, "dtype": "bfloat16"}
         )
+        for name, config in MODELS.items()
     ),
     "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {**BATCH, "batch_size": n}) for n in (12, 16, 22, 32)),
     # fastest first; the first one needs 95 GiB
@@ -93,12 +84,8 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     ),
     # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(
-        Variant(
-            f"{n} x 1024, {'CUDA graph' if graphs else 'eager launches'}",
-            GPT2_124M,
-            {**ONE_STEP, "batch_size": n, "use_cuda_graphs": graphs},
-        )
+        Variant(f"{n} x 1024, {name}", GPT2_124M, {**ONE_STEP, "batch_size": n, "use_cuda_graphs": graphs})
         for n in (1, 4)
-        for graphs in (False, True)
+        for name, graphs in (("eager launches", False), ("CUDA graph", True))
     ),
 }

@@ -172,9 +172,9 @@ COLUMNS |= {"tokens/s (p10 to p90)": "", "per GPU": ",.0f", "x peer": ".2f", "pe
 COLUMNS |= {"first step s": ".1f", "SM MHz": ".0f", "W": ".0f", "attention": "", "note": ""}
 LEGEND = (
     "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
-    "what this machine's matmuls and attention would reach alone; tokens/s: of all GPUs, median over\n"
-    "repeats and percentiles over all rows; x peer: tokens/s as a multiple of the fastest peer's; peak GiB:\n"
-    "allocated, of one GPU; first step: with compilation; clock and power: medians of the timed rows."
+    "what this machine's matmuls and attention would reach alone; tokens/s: of all GPUs, median and\n"
+    "percentiles over the rows of all repeats; x peer: tokens/s as a multiple of the fastest peer's; peak\n"
+    "GiB: allocated, of one GPU; first step: with compilation; clock and power: medians of the timed rows."
 )
 
 

@@ -9,12 +9,10 @@ import torch
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
+from bench.figures import measure
 from bench.peers import program, torchtitan
 from bench.peers.program import Rows, check_parameters, report
 from bench.peers.torchtitan import RowLog, Torchtitan
-from bench.plan import make_plan
-from bench.runner import measure
-from bench.suites import Variant
 from common.errors import UserError
 from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
@@ -22,7 +20,6 @@ from training.configuration.files_and_flags import load_config
 from training.process.world import World
 
 QWEN3 = ["config/quickstart.py", "--device=cuda", "--dtype=bfloat16"]
-FP8 = "--low_precision=fp8_tensorwise"
 CPU = World(0, 0, 1, torch.device("cpu"))
 
 
@@ -117,48 +114,6 @@ def test_time_of_a_row_is_that_of_its_iterations(small, monkeypatch):
     for iteration in filter(rows.due, range(5)):
         rows.add(iteration, 1.0)
     assert [row["time_ms"] for row in rows.rows] == [7000.0, 1000.0, 2000.0]
-
-
-# --- what it is told ---
-
-
-@pytest.mark.parametrize(
-    "flags, reason",
-    [
-        (QWEN3, None),
-        ([*QWEN3, "--weight_tying=True"], None),
-        ([*QWEN3, FP8], None),
-        ([*QWEN3, "--rope_scaling={'rope_type': 'linear', 'factor': 2.0}"], "in Qwen3 without biases"),
-        ([*QWEN3, "--arch_preset=llama3"], "not llama3"),
-        (["config/full_gpt2_1.36b.py"], "not gpt2"),
-        ([*QWEN3, "--dropout=0.1"], "dropout"),
-        ([*QWEN3, "--device=cpu"], "in bfloat16, on GPUs"),
-        ([*QWEN3, "--dtype=float32"], "in bfloat16, on GPUs"),
-        ([*QWEN3, "--low_precision=mxfp8"], "not in mxfp8"),
-        ([*QWEN3, FP8, "--low_precision_skip_last=1"], "in all blocks"),
-        ([*QWEN3, "--doc_masking=True"], "over the whole window"),
-    ],
-)
-def test_what_torchtitan_cannot_train_is_said_before_any_run(flags, reason, monkeypatch):
-    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: name)  # torchao
-    found = Torchtitan().obstacle(load_config(flags))
-    assert found is None if reason is None else reason in found
-
-
-def test_fp8_is_compared_with_a_run_of_its_own_and_needs_torchao(monkeypatch):
-    keys = {"device": "cuda", "dtype": "bfloat16"}
-    variants = (
-        Variant("bf16", "config/quickstart.py", keys),
-        Variant("chunks", "config/quickstart.py", {**keys, "loss_chunks": 2}),
-        Variant("fp8", "config/quickstart.py", {**keys, "low_precision": "fp8_tensorwise"}),
-    )
-    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: name)
-    of = {entry.name: entry for entry in make_plan(variants, [], None, 1, [Torchtitan()])}
-    assert of["bf16"].peers == of["chunks"].peers == ["torchtitan: bf16"]
-    assert of["fp8"].peers == ["torchtitan: fp8"]
-    assert of["torchtitan: fp8"].program == ["-m", "bench.peer", "--peer=torchtitan"]
-    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: None)
-    assert Torchtitan().obstacle(load_config([*QWEN3, FP8])).endswith("pip install torchao")
 
 
 def test_the_requirements_file_has_the_version_that_is_asked_for():

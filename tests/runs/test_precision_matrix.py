@@ -16,9 +16,7 @@ from bench import precision, process, runner
 from bench.precision import COLUMNS, table_rows
 from bench.precision_rows import B200_FLOPS, CONFIG, PUBLISHED, ROWS, published
 from bench.process import end_with_status
-from bench.random_tokens import DOCUMENT_TOKENS, make_random_dataset
 from mfu_versions import model_builder_v3 as v3
-from training.batches.sources import make_windows, open_sources
 from training.configuration.files_and_flags import load_config
 from training.pretrained.settings import load_run_config
 
@@ -93,17 +91,6 @@ def test_the_studys_14_distinct_rows_and_both_kinds_of_rounding():
 def test_15_percent_of_the_blocks_stay_in_bf16(blocks, last):
     assert ROWS["24"].keys(blocks)["low_precision_skip_last"] == last
     assert "low_precision_skip_last" not in ROWS["7"].keys(blocks)
-
-
-def test_random_tokens_are_in_documents_of_the_studys_length(tmp_path):
-    path = make_random_dataset(tmp_path, 512)
-    flags = ["--vocab_size=512", f"--dataset={path}", "--doc_masking=True", "--block_size=128"]
-    config = load_config(["config/smoke_qwen3.py", *flags])
-    source = open_sources(config, scan=True)[0]
-    assert sorted(tmp_path.iterdir()) == [path]
-    ends = [end for part in source.documents["train"].ends() for end in part]
-    assert source.splits["train"].total / len(ends) == pytest.approx(DOCUMENT_TOKENS, rel=0.05)
-    assert make_windows([source], config)["train"].count > 1000
 
 
 # --- the command ---
