@@ -18,8 +18,7 @@ from torch.distributed.run import get_args_parser
 from bench import peer, precision, recovery, throughput, time_to_loss
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
-from tools import tune
-from tools.evaluate import __main__ as evaluate
+from tools import evaluate, tune
 from tools.profile import __main__ as profile
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS

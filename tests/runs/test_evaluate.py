@@ -19,9 +19,8 @@ from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 from generation import source
-from tools import export_hf
-from tools.evaluate import __main__ as evaluate
-from tools.evaluate.heldout import windows
+from tools import evaluate, export_hf
+from tools.evaluate import windows
 from training.pretrained.same_tokenizer import tokenizer_hash
 
 CONTEXT = 64  # positions of the model

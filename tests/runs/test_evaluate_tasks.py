@@ -9,7 +9,7 @@ from support.evaluation import TEXTS, figures, make_tasks, make_token_files, mak
 from support.helpers import TINY, run_train, write_config
 
 from common.errors import UserError
-from tools.evaluate import __main__ as evaluate
+from tools import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -r requirements/evaluate.txt")
 # windows of equal tokens, which lm-eval's cache of logits mixes up

@@ -10,7 +10,7 @@ from support.masked_documents import make_documents_run
 
 from common.command import run_command
 from tools import replay
-from tools.seal import __main__ as seal_command
+from tools import seal as seal_command
 
 SHIPPED = sorted(
     path.name for path in (ROOT / "config").glob("*.py") if "init_weights" not in path.read_text()

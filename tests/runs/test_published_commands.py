@@ -14,9 +14,7 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launc
 import sample
 from common.run_records import run_records
 from plots import compare_runs, plot_single_run, report
-from tools import export_hf
-from tools.seal import __main__ as seal
-from tools.track import __main__ as track
+from tools import export_hf, seal, track
 from training.configuration.files_and_flags import load_config
 from training.memory.gpus import CARDS, card_memory
 from training.memory.micro_batch import choose

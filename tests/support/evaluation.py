@@ -15,7 +15,7 @@ from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.json_file import added_token
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import keep_tokenizer, open_tokenizer
-from tools.evaluate import __main__ as evaluate
+from tools import evaluate
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 EOT = "<|endoftext|>"

@@ -15,7 +15,7 @@ from common.json_file import parse_object, read_json
 from docs import generate
 from plots import plot_single_run, report
 from plots.figure import save
-from tools.track import __main__ as track
+from tools import track
 
 
 def test_a_small_file_is_read_in_little_memory(tmp_path):

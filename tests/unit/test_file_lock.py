@@ -14,8 +14,7 @@ from support.helpers import ROOT
 from bench.runner import claim
 from common.command import run_command
 from common.file_lock import take_lock
-from tools.track import __main__ as track
-from tools.track import trackers
+from tools import track, trackers
 from training.process.run_lock import RunLock
 from training.records.run_record import RunRecord
 

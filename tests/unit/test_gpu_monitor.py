@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.fake_nvml import UUIDS, FakeError, FakeNvml
 
-from tools.track.figures import figures_of
+from tools.track import figures_of
 from training.hardware import gpu_monitor
 from training.hardware.gpu_monitor import GpuMonitor, Sample, watch_gpus
 from training.hardware.nvml import THROTTLE_REASONS, GpuReading, Nvml

@@ -19,8 +19,7 @@ from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.json_file import added_token
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import keep_tokenizer, open_tokenizer
-from tools import export_hf
-from tools.evaluate import __main__ as evaluate
+from tools import evaluate, export_hf
 from training.pretrained.tokenizer_hash import another_tokenizer
 
 CHARS = "".join(map(chr, range(48, 48 + VOCAB)))  # one for each id of the tiny models

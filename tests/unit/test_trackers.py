@@ -14,9 +14,9 @@ from support.records import add_row
 
 from common.command import FAILED, USER_ERROR, run_command
 from common.errors import UserError
-from tools.track import __main__ as track
-from tools.track.figures import figures_of
-from tools.track.trackers import NOTHING, TRACKERS, Run, Wandb
+from tools import track
+from tools.track import figures_of
+from tools.trackers import NOTHING, TRACKERS, Run, Wandb
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.records import follower

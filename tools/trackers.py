@@ -31,15 +31,15 @@ class Wandb:
         import wandb
 
         # the record has the log, clocks and memory; the command line and the environment may have secrets
-        off: dict[str, Any] = {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
-        off |= {"x_disable_machine_info": True, "x_save_requirements": False, "save_code": False}
-        self.files, self.offline = run.folder / "wandb", wandb.setup().settings.mode in ("offline", "dryrun")
-        self.pattern = f"offline-run-*-{run.id}"
-        for earlier in self.files.glob(self.pattern) if self.offline else ():
+        off: dict[str, Any] = {"console": "off", "disable_git": True, "save_code": False}
+        off |= {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")}
+        settings = wandb.Settings(x_save_requirements=False, **off)
+        self.offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        self.files = (run.folder / "wandb", f"offline-run-*-{run.id}")
+        for earlier in self.files[0].glob(self.files[1]) if self.offline else ():
             shutil.rmtree(earlier)
-        keys: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
-        keys |= {"dir": str(run.folder), "resume": "allow", "config": run.config}
-        self.run = wandb.init(**keys, settings=wandb.Settings(disable_git=True, **off))
+        names = {"project": run.project, "name": run.name, "id": run.id, "dir": str(run.folder)}
+        self.run = wandb.init(**names, resume="allow", config=run.config, settings=settings)
         return NOTHING if self.offline else (self.run.starting_step or 0) + NOTHING
 
     def send(self, step: int, figures: dict[str, float]) -> None:
@@ -48,8 +48,8 @@ class Wandb:
     def close(self, record: dict[str, Any]) -> None:
         self.run.summary.update({"summary": record.get("summary") or {}})
         self.run.finish(exit_code=int(record.get("status") != "completed"))
-        if self.offline and not any(self.files.glob(f"{self.pattern}/*.wandb")):  # it writes elsewhere then
-            raise RuntimeError(f"it could not write into {self.files}")
+        if self.offline and not any(self.files[0].glob(f"{self.files[1]}/*.wandb")):
+            raise RuntimeError(f"it could not write into {self.files[0]}")  # and took another folder
 
 
 class TensorBoard:
@@ -78,8 +78,8 @@ class Trackio:
     def open(self, run: Run) -> int:
         import trackio
 
-        names = {"project": run.project, "name": run.unique_name}
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        names = {"project": run.project, "name": run.unique_name}
         self.begin = lambda: trackio.init(**names, **quiet, config=run.config, resume="allow")
         self.run = self.begin()
         self.last = self.run._next_step - 1  # it has no other name for the last step in the database

@@ -23,20 +23,32 @@ from common.errors import UserError
 from common.file_lock import take_lock
 from common.json_file import read_json
 from common.processes import is_running
-from tools.track.figures import figures_of
-from tools.track.trackers import NOTHING, TRACKERS, Run
+from tools.trackers import NOTHING, TRACKERS, Run
 from training.configuration.rules import named_trackers, require_tracker
 from training.process.redaction import redact_all
 from training.records.attempts import read_record
 
 POLL_S = 2.0  # between two looks at the record of a live run
 NO_LOCKS = "start no second process that sends records of this folder before this one has ended"
-CONSTANT = ("model", "hardware", "software", "flops", "optimizer", "attention")  # of startup_info
+# Of startup_info: what cannot change during a run would be a chart of one horizontal line.
+CONSTANT = ("model", "hardware", "software", "flops", "optimizer", "attention")
+PLACE = ("iter", "attempt", "noted_at_iter", "lr")  # of entries that are no rows: no figures of theirs
+MFU = ("mfu_", "hfu_", "achieved_", "document_")  # so begins what may change of a row's mfu
+SPEED = ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu", "padding_percent", "target_percent", "warmup")
+ROW = {"loss": "train/loss", "lr": "train/learning_rate", "skipped_updates": "train/skipped_updates"}
+ROW |= {"tokens_seen": "tokens", "attempt": "run/attempt", **{name: f"speed/{name}" for name in SPEED}}
+ROW |= {name: f"gpu/{name}" for name in ("sm_clock_mhz", "power_w", "temperature_c", "throttle")}
+ROW |= {name: name for name in ("mfu", "memory", "gradients")}
 
 
 def main(argv: list[str]) -> int:
-    options = parse(argv)
-    names, failed = named_trackers(options.trackers), 0
+    parser = argparse.ArgumentParser(prog="python -m tools.track", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("record", metavar="RUN.json", type=user_folder, help="a run record, out_dir/run_*.json")
+    add("--trackers", required=True, help=f"one or more of {','.join(TRACKERS)}")
+    add("--follow", type=whole_number(1, 2**31), metavar="PID", help="until this process ends")
+    options = parser.parse_args(argv)
+    names, failed, folder = named_trackers(options.trackers), 0, options.record.parent
     for name in names:
         require_tracker(name)
     try:
@@ -44,10 +56,10 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         why = f"{options.record} cannot be read as a run record: {error}; name a file out_dir/run_*.json"
         raise UserError(why) from None
-    with open(lock_path := options.record.parent / "trackers.lock", "w") as lock:
+    with open(folder / "trackers.lock", "w") as lock:
         # a process of an earlier attempt ends within seconds
-        take_lock(lock.fileno(), lock_path, NO_LOCKS, wait=True)
-        run = run_of(first, options.record.parent)
+        take_lock(lock.fileno(), folder / "trackers.lock", NO_LOCKS, wait=True)
+        run = run_of(first, folder)
         senders = {name: sending(name, run, options.record, options.follow) for name in names}
         while senders:
             for name, sender in list(senders.items()):
@@ -84,15 +96,6 @@ def sending(name: str, run: Run, path: Path, process: int | None) -> Iterator[bo
     print(f"{name}: sent {sent:,} iterations of {run.unique_name}", flush=True)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.track", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("record", metavar="RUN.json", type=user_folder, help="a run record, out_dir/run_*.json")
-    add("--trackers", required=True, help=f"one or more of {','.join(TRACKERS)}")
-    add("--follow", type=whole_number(1, 2**31), metavar="PID", help="until this process ends")
-    return parser.parse_args(argv)
-
-
 def run_of(record: dict[str, Any], folder: Path) -> Run:
     """Its id is in out_dir, in trackers_RUN.json, where RUN is the first attempt: so every attempt continues
     the same run."""
@@ -115,6 +118,33 @@ def steps_of(record: dict[str, Any], last: int, end: float) -> list[tuple[int, d
             if last < step <= end:
                 found[step] = found.get(step, {}) | figures_of(section, entry)
     return [(step, figures) for step, figures in sorted(found.items()) if figures]
+
+
+def figures_of(section: str, entry: dict[str, Any]) -> dict[str, float]:
+    """{name: figure} of an entry in a section of the record (docs/trackers.md)."""
+    if section == "training_iterations":
+        mfu = {name: value for name, value in (entry.get("mfu") or {}).items() if name.startswith(MFU)}
+        fields = {**entry, "mfu": mfu}
+        return {k: v for field in ROW for k, v in _numbers(ROW[field], fields.get(field))}
+    values = {name: value for name, value in entry.items() if name not in PLACE}
+    if section == "eval_steps":
+        for source, losses in (values.pop("sources", None) or {}).items():  # of a mixture
+            values[source] = {f"{split}_loss": loss for split, loss in losses.items()}
+        return dict(_numbers("eval", values))
+    values["iter"] = entry["iter"]
+    if section == "checkpoints":
+        return dict(_numbers("checkpoint", values))
+    event = f"events/{entry.get('kind')}"
+    return {event: 1, **dict(_numbers(event, values))}
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    """(name, number) of a number, or of each in a dict. A null, which stands for a NaN, too, is none."""
+    if isinstance(value, dict):
+        for part, inside in value.items():
+            yield from _numbers(f"{name}/{part}", inside)
+    elif isinstance(value, (int, float)):
+        yield name, +value  # True is 1
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""Says what a model is worth: perplexity and bits per byte of held-out text, and benchmarks of lm-eval."""

@@ -1,1 +1,0 @@
-"""Makes a run record into a file that a stranger can check: digests, and the MFU counted again."""
