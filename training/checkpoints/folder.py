@@ -15,7 +15,6 @@ from pathlib import Path
 
 from common.errors import UserError
 from training.checkpoints.saved_state import read_state, step_number
-from training.configuration.elsewhere import foreign_checkpoint
 
 MANIFEST = "manifest.json"
 DAMAGED, OTHER = ".corrupt", ".before"  # end the names of checkpoints that were set aside
@@ -49,9 +48,10 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     root = out_dir / "checkpoints"
     complete = complete_checkpoints(root)
     if not complete:
+        theirs = ". Its ckpt.pt is nanoGPT's, which is not read: docs/coming_from.md"
         raise UserError(
-            f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
-            f"or start a run with --init_from=scratch{foreign_checkpoint(out_dir)}"
+            f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, or start a run "
+            f"with --init_from=scratch{theirs if (out_dir / 'ckpt.pt').is_file() else ''}"
         )
     found = {"latest": complete[-1]}
     if best := by_loss(complete):

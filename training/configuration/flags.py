@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
-from training.configuration.elsewhere import flag_hint
 from training.configuration.keys import KEYS
 from training.configuration.other_names import ALIASES, REMOVED_KEYS
 from training.configuration.rules import did_you_mean
@@ -60,10 +59,9 @@ def unknown_setting(name: str, where: str) -> UserError:
     """The error about a name that is no key, with the nearest key."""
     if name in REMOVED_KEYS:
         return UserError(f"{name} in {where} was removed: {REMOVED_KEYS[name].instead}; leave it out")
-    hint = flag_hint(name) or did_you_mean(name, [*KEYS, *ALIASES])
-    return UserError(
-        f"unknown setting {shown(name)} in {where}{hint or '; python train.py --help lists every key'}"
-    )
+    help = "; python train.py --help lists every key, docs/coming_from.md what other programs call them"
+    hint = did_you_mean(name, [*KEYS, *ALIASES]) or help
+    return UserError(f"unknown setting {shown(name)} in {where}{hint}")
 
 
 def place(name: str) -> str:

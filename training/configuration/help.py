@@ -35,7 +35,6 @@ FIRST = {
     "memory, time and cost before a run": ("dry_run", "gpu", "price"),
 }
 SECTION = r"# --- (.+) ---\n +(\w+):"  # a heading in the source of TrainConfig, and its first key
-OTHER_NAMES = "other names of keys"
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -49,25 +48,16 @@ def print_help(argv: list[str]) -> None:
 
 def help_text() -> str:
     """The usage and every key."""
-    first = [
-        "\n".join([title, *(f"  --{name}={KEYS[name].default}: {KEYS[name].help}" for name in names)])
-        for title, names in FIRST.items()
-    ]
-    listed = [
-        f"{section}\n{_lines(names)}" for section, names in {**sections(), OTHER_NAMES: [*ALIASES]}.items()
-    ]
-    return "\n\n".join([f"{USAGE}\n{INTRODUCTION}", *first, "--- every key ---", *listed])
-
-
-def _lines(names: list[str]) -> str:
-    lines = []
-    for name in names:
-        if name in ALIASES:
-            facts, text = f"--{name}  ({type_names(ALIASES[name].types)})", ALIASES[name].help
-        else:
-            facts, text = f"--{name}={KEYS[name].default}  ({values(KEYS[name])})", KEYS[name].help
-        lines += [f"  {facts}", f"      {text}"]
-    return "\n".join(lines)
+    of_keys = {name: (f"={key.default}  ({values(key)})", key.help) for name, key in KEYS.items()}
+    of_aliases = {name: (f"  ({type_names(one.types)})", one.help) for name, one in ALIASES.items()}
+    parts = [f"{USAGE}\n{INTRODUCTION}"]
+    for title, names in FIRST.items():
+        parts.append("\n".join([title, *(f"  --{k}={KEYS[k].default}: {KEYS[k].help}" for k in names)]))
+    parts.append("--- every key ---")
+    for section, listed in {**sections(), "other names of keys": [*ALIASES]}.items():
+        facts = [(name, *{**of_keys, **of_aliases}[name]) for name in listed]
+        parts.append("\n".join([section, *(f"  --{k}{fact}\n      {text}" for k, fact, text in facts)]))
+    return "\n\n".join(parts)
 
 
 def sections() -> dict[str, list[str]]:

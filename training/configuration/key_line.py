@@ -20,21 +20,9 @@ BATCH_MAX = 2**20  # sequences, held in memory together
 YEAR = 525_600.0  # minutes; timers of the system end at some hundred years
 
 
-def key(
-    default: T,
-    help: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    guarded: bool = False,
-) -> T:
-    """A field of TrainConfig. guarded: a resume may change it only if allow_changes names it."""
-    about = {"help": help, "minimum": minimum, "maximum": maximum, "below": below, "guarded": guarded}
-    return dataclasses.field(default=default, metadata=about)
-
-
-# --- read back ---
+def key(default: T, help: str, **limits: float | None) -> T:
+    """A field of TrainConfig; limits are `minimum`, `maximum`, `below` and `guarded` of Key."""
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
 class Key(NamedTuple):
@@ -46,10 +34,10 @@ class Key(NamedTuple):
     words: tuple[str, ...]  # that may stand in place of a number: 'auto'
     default: object
     help: str
-    minimum: float | None
-    maximum: float | None
-    below: float | None  # what a value must not reach
-    guarded: bool
+    minimum: float | None = None
+    maximum: float | None = None
+    below: float | None = None  # what a value must not reach
+    guarded: bool = False  # a resume may change it only if allow_changes names it
 
     def most(self, value: float) -> float:
         """The greatest value of this value's type."""

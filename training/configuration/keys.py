@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model_config import ModelConfig, config_key, model_config
-from training.configuration.key_line import (
-    BATCH_MAX,
-    READ_AHEAD_MAX,
-    WORKERS_MAX,
-    YEAR,
-    key,
-    read_line,
-)
+from training.configuration.key_line import BATCH_MAX, READ_AHEAD_MAX, WORKERS_MAX, YEAR, key, read_line
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
 AUTO: Literal["auto"] = "auto"  # the run chooses: training/memory/micro_batch.py

@@ -1,4 +1,4 @@
-"""Names that are no keys: aliases, which set a key, and the keys and values of earlier versions."""
+"""Names that are no keys: aliases, which set a key; keys and values of earlier versions, and nanoGPT's."""
 
 from __future__ import annotations
 
@@ -66,6 +66,11 @@ REMOVED_KEYS = {  # on 2026-11-25
     "overlap_param_gather": Removed(False, "no run was faster with it"),
     "sm_carveout": Removed(0, "no run was faster with it"),
     "spike_window": Removed(128, "skip_spikes looks at the last 128 accepted iterations"),
+}
+GPT2 = "weights of others are --init_weights=hf:openai-community/{}, with init_from='scratch'"
+OTHER_VALUES = {  # nanoGPT's
+    **{("init_from", f"gpt2{size}"): GPT2.format(f"gpt2{size}") for size in ("", "-medium", "-large", "-xl")},
+    ("device", "mps"): "it is not supported; on a Mac: --device=cpu --dtype=float32 --compile=False",
 }
 REMOVED_VALUES = {
     ("low_precision", "fp8_blockwise"): "use 'fp8_tensorwise', which is faster and has the same loss",

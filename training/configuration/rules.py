@@ -18,10 +18,9 @@ from common.text import shorten, shown
 from model_config import ModelConfig
 from training.configuration.batch import check_batch
 from training.configuration.choices import find, is_module, names_of
-from training.configuration.elsewhere import VALUES
 from training.configuration.key_line import YEAR, Key
 from training.configuration.keys import FACTORS, GUARDED, KEYS, RECOMPUTING, TrainConfig
-from training.configuration.other_names import REMOVED_VALUES
+from training.configuration.other_names import OTHER_VALUES, REMOVED_VALUES
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
@@ -62,10 +61,7 @@ def check(config: TrainConfig, world_size: int) -> None:
             if values[name] != (default := KEYS[name].default) and not has_effect:
                 told = f"{name}={shown(values[name])} does nothing with {without}"
                 raise UserError(f"{told}; set {needed}, or {name}={default!r}")
-    for message, wrong in {
-        **_conflicts(config, model, world_size),
-        **_conflicts_of_ffn_backend(config, model),
-    }.items():
+    for message, wrong in _conflicts(config, model, world_size).items():
         if wrong:
             raise UserError(message)
     for name in tracker_names(config):
@@ -76,9 +72,8 @@ def _check_value(name: str, known: Key, value: object) -> None:
     if known.choices and value not in known.choices and not (known.modules and is_module(value)):
         if instead := REMOVED_VALUES.get((name, str(value))):
             raise UserError(f"{name}={shown(value)} was removed: {instead}")
-        if theirs := VALUES.get((name, str(value))):
-            raise UserError(f"{name}={shown(value)} is {theirs}")
-        hint = did_you_mean(str(value), map(str, known.choices))
+        theirs = OTHER_VALUES.get((name, str(value)))
+        hint = f"; {theirs}" if theirs else did_you_mean(str(value), map(str, known.choices))
         listed = ", ".join(map(repr, known.choices)) + ", nor a package.module" * known.modules
         raise UserError(f"{name}={shown(value)} is not one of {listed}{hint}")
     if known.words and isinstance(value, str) and value not in known.words:
@@ -116,28 +111,18 @@ def _check_path(name: str, value: str) -> None:
 def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
     """{keys: (whether they do anything, what is set, what they need)}."""
     recipe, stored = config.low_precision, (config.param_dtype, config.adam_dtype)
-    asked = f"low_precision={recipe!r}"
+    asked, begin = f"low_precision={recipe!r}", config.init_from
+    evaluates = config.eval_interval > 0 or config.eval_only
+    rounds = f"param_dtype={stored[0]!r} and adam_dtype={stored[1]!r}"
     return {
         ("gpu",): (config.dry_run, "dry_run=False, which takes the GPU that it finds", "--dry_run=True"),
-        ("resume_from",): (
-            config.init_from == "resume",
-            f"init_from={config.init_from!r}",
-            "--init_from=resume",
-        ),
+        ("resume_from",): (begin == "resume", f"init_from={begin!r}", "--init_from=resume"),
         ("trackers",): (config.save_log_to_json, "save_log_to_json=False", "save_log_to_json=True"),
         OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
-        ("loss_targets",): (
-            config.eval_interval > 0 or config.eval_only,
-            "eval_interval=0",
-            "--eval_interval=250",
-        ),
+        ("loss_targets",): (evaluates, "eval_interval=0", "--eval_interval=250"),
         ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
         **_of_choices(config),
-        ("weight_rounding",): (
-            "bfloat16" in stored,
-            f"param_dtype={stored[0]!r} and adam_dtype={stored[1]!r}",
-            "one of them to 'bfloat16'",
-        ),
+        ("weight_rounding",): ("bfloat16" in stored, rounds, "one of them to 'bfloat16'"),
     }
 
 
@@ -179,7 +164,11 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     copies_q_k = copies_q_k and (model.qk_norm or model.head_dim.bit_count() > 1)
     on_gpu, repeats = c.device == "cuda", f"replay_check_interval={c.replay_check_interval}"
     no_peak = isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0
+    # what its kernels cannot compute anywhere; what is installed, and the GPU, are looked at later
+    asked = c.ffn_backend
+    kernels = {} if asked == "torch" else find("ffn_backend", asked).conflicts(c, model)
     return {
+        **{f"ffn_backend={asked!r} {why}, or ffn_backend='torch'": wrong for why, wrong in kernels.items()},
         f"wsd_decay_fraction={c.wsd_decay_fraction} is not in (0, 1]": not 0 < c.wsd_decay_fraction <= 1,
         "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False": (
             c.use_zero1 and c.use_fsdp
@@ -232,15 +221,6 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
             peak == "measure" and c.use_sparse_specs
         ),
     }
-
-
-def _conflicts_of_ffn_backend(config: TrainConfig, model: ModelConfig) -> dict[str, bool]:
-    """What its kernels cannot compute anywhere. What is installed, and the GPU, are looked at later."""
-    asked = config.ffn_backend
-    if asked == "torch":
-        return {}
-    found = find("ffn_backend", asked).conflicts(config, model)
-    return {f"ffn_backend={asked!r} {why}, or ffn_backend='torch'": no for why, no in found.items()}
 
 
 # --- texts that are names or times ---

@@ -1,5 +1,5 @@
-"""Starts the process that sends the run record to experiment trackers (tools/track.py), so that nothing that a
-tracker does can hold up or end the run. Rank 0 only."""
+"""Starts the process that sends the run record to experiment trackers (tools/track.py), so that nothing that
+a tracker does can hold up or end the run. Rank 0 only."""
 
 from __future__ import annotations
 
