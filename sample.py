@@ -24,10 +24,9 @@ import torch
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.errors import UserError
 from common.text import plain
-from generation.chat import apply_template
 from generation.choice import Choice
 from generation.decoding import check_prompts, generate
-from generation.source import choose_device, compute_in, load_run, load_weights
+from generation.source import apply_template, choose_device, compute_in, load_run, load_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.seeds import SAMPLING, stream_seed
 
@@ -57,10 +56,8 @@ def main(argv: list[str]) -> None:
     print(source.about, flush=True)
     context = source.model.config.block_size
     if (room := context - max(map(len, ids))) < options.max_new_tokens:
-        say(
-            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
-            "longest prompt: text ends there"
-        )
+        left = f"which leave room for {room:,} new ones after the longest prompt: text ends there"
+        say(f"the model's context has {context:,} tokens, {left}")
     choice = Choice(options.temperature, options.top_k, options.top_p)
     total, tokens, began = len(ids) * options.num_samples, 0, time.perf_counter()
     try:

@@ -37,15 +37,12 @@ class KeyValueCache:
         config = model.config
         shape = (config.n_layer, sequences, config.n_kv_head, slots, config.head_dim)
         # zeros: a value that is hidden by the mask is multiplied by 0, and must not be NaN
-        device = model.embed.weight.device
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=model.compute_dtype, device=device) for _ in range(2)
-        )
-        self.slots = torch.arange(slots, device=device)
+        self.slots = torch.arange(slots, device=model.embed.weight.device)
+        store = torch.zeros(2, *shape, dtype=model.compute_dtype, device=self.slots.device)
+        self.keys, self.values = store
 
     def layers(self, positions: torch.Tensor | None = None) -> list[LayerCache]:
-        """For each layer, where prompts are stored; with positions (B,), where one new token of each sequence
-        is."""
+        """For each layer, to store prompts; with positions (B,), one new token of each sequence."""
         visible = None if positions is None else (self.slots <= positions[:, None])[:, None, None]
         return [LayerCache(k, v, positions, visible) for k, v in zip(self.keys, self.values, strict=True)]
 
@@ -54,7 +51,12 @@ def cached_attention(q, k, v, dropout_p: float = 0.0, cache: LayerCache | None =
     """model.Attend. With a cache that has positions, q is (1, B, H, D), k and v (1, B, K, D): the new tokens
     of B sequences stand in a row, so that each has rotary angles of its own."""
     if cache is not None and cache.positions is not None:
-        return _attend_to_cache(q, k, v, cache)
+        keys, values, positions, visible = cache
+        sequences = torch.arange(len(keys), device=keys.device)
+        keys[sequences, :, positions], values[sequences, :, positions] = k[0], v[0]
+        # query heads that share a key head are rows of one query, so keys are read once and not repeated
+        q = q[0].unflatten(1, (k.shape[2], -1))  # (B, K, H/K, D)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible).flatten(1, 2)[None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
     if cache is not None:
         T = k.shape[2]
@@ -62,13 +64,3 @@ def cached_attention(q, k, v, dropout_p: float = 0.0, cache: LayerCache | None =
     grouped = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
     return y.transpose(1, 2)
-
-
-def _attend_to_cache(q, k, v, cache: LayerCache) -> torch.Tensor:
-    keys, values, positions, visible = cache
-    sequences = torch.arange(len(keys), device=keys.device)
-    keys[sequences, :, positions], values[sequences, :, positions] = k[0], v[0]
-    # the query heads that share a key head are rows of one query, so keys are read once and not repeated
-    q = q[0].unflatten(1, (k.shape[2], -1))  # (B, K, H/K, D)
-    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
-    return y.flatten(1, 2)[None]  # (1, B, H, D)

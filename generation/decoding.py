@@ -5,8 +5,7 @@ B sequences · T tokens of the longest prompt · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -16,8 +15,6 @@ from generation.choice import GREEDY, Choice, draw
 from model import Attention, Transformer
 from ops.activation import Delta, no_delta
 from ops.heads import Rotary
-
-Step = Callable[..., Any]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 
 
 @torch.no_grad()
@@ -50,7 +47,13 @@ def generate(
         raise UserError("the model gives values that are not finite; its weights are of no use")
     tokens = choice.choose(logits, draws[0])
     found = tokens.tolist()  # sync point
-    step, running = make_step(model, cache, choice), list(range(len(prompts)))
+
+    def step(tokens: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """Stores these tokens (B,) at their positions (B,), and returns the next ones (B,)."""
+        x, delta = _run_blocks(model, tokens[None], positions, cache.layers(positions))
+        return choice.choose(model.head(x, delta)[0].float(), draws)  # of logits (B, V)
+
+    advance, running = step, list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in prompts]
     for made in range(1, max(room) + 1):
         running = [number for number in running if found[number] not in ends]
@@ -62,8 +65,8 @@ def generate(
         if made == 1 and device.type == "cuda":
             # as a CUDA graph: without it, a step of one token waits for hundreds of kernel launches
             inputs = (tokens.clone(), positions.clone(), draws[0].clone())
-            step = torch.cuda.make_graphed_callables(step, inputs)
-        tokens = step(tokens, positions, draws[made])
+            advance = torch.cuda.make_graphed_callables(step, inputs)
+        tokens = advance(tokens, positions, draws[made])
         # a sequence that has ended stays in the batch, and writes to the last slot at most
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)
         found = tokens.tolist()  # sync point
@@ -74,19 +77,17 @@ def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
     """Raises UserError if the model cannot continue one of them."""
     context, vocabulary = model.config.block_size, model.config.vocab_size
     for number, prompt in enumerate(prompts, 1):
-        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        wrong = ""
         if not prompt:
-            raise UserError(f"{which} is empty; give at least one character")
-        if len(prompt) >= context:
-            raise UserError(
-                f"{which} has {len(prompt):,} tokens, but the model's context (block_size) has {context:,} "
-                "for prompt and new text together; shorten the prompt"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise UserError(
-                f"{which} has the id {max(prompt):,}, but the model has only the ids below {vocabulary:,}; "
-                "take this token out, or use the tokenizer of this model"
-            )
+            wrong = "is empty; give at least one character"
+        elif len(prompt) >= context:
+            wrong = f"has {len(prompt):,} tokens, but the model's context (block_size) has {context:,} for "
+            wrong += "prompt and new text together; shorten the prompt"
+        elif not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            wrong = f"has the id {max(prompt):,}, but the model has only the ids below {vocabulary:,}; take "
+            wrong += "this token out, or use the tokenizer of this model"
+        if wrong:
+            raise UserError(f"{f'prompt {number}' if len(prompts) > 1 else 'the prompt'} {wrong}")
 
 
 def read_prompts(model: Transformer, cache: KeyValueCache, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -98,17 +99,6 @@ def read_prompts(model: Transformer, cache: KeyValueCache, prompts: Sequence[Seq
     x, (delta, _) = _run_blocks(model, ids, positions, cache.layers())
     last = torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)
     return model.head(x[last], (delta[last], None)).float()  # not of all tokens: logits are large
-
-
-def make_step(model: Transformer, cache: KeyValueCache, choice: Choice) -> Step:
-    """step(tokens (B,), their positions (B,), draws (B,)) stores these tokens and returns the next (B,)."""
-
-    def step(tokens: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        x, delta = _run_blocks(model, tokens[None], positions, cache.layers(positions))
-        logits = model.head(x, delta)[0]  # (B, V)
-        return choice.choose(logits.float(), draws)
-
-    return step
 
 
 def _run_blocks(

@@ -6,6 +6,7 @@ training. Low precision (fp8, MXFP8, NVFP4) is not used: text and figures are th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from data.pipeline.bad_records import BadRecord
+from data.pipeline.conversations import ChatTemplate
 from data.pipeline.dataset_tokenizer import load_tokenizer
 from data.pipeline.meta_file import read_meta
 from data.tokenizers.choice import EOT_NAMES
@@ -67,11 +70,9 @@ def load_run(out_dir: Path, which: str, device: torch.device, dataset: str | Non
     check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), fix)
     ends, eot_id = set(end_ids(saved.pretrained or {}, was.get("eot_id"))), was.get("eot_id")
     facts = {"checkpoint": str(checkpoint), "iteration": saved.iteration, "val_loss": saved.val_loss}
-    low = saved.config.get("low_precision", "none")
+    facts["run"], low = saved.run, saved.config.get("low_precision", "none")
     trained_in = {"dtype": saved.config.get("dtype"), "low_precision": low}
-    return Source(
-        model, load_tokenizer(folder), folder, ends, eot_id, {**facts, "run": saved.run}, trained_in
-    )
+    return Source(model, load_tokenizer(folder), folder, ends, eot_id, facts, trained_in)
 
 
 def load_weights(name: str, device: torch.device) -> Source:
@@ -86,6 +87,20 @@ def load_weights(name: str, device: torch.device) -> Source:
     facts = {"weights": str(weights.folder), "commit": weights.commit}
     trained_in = {"dtype": config.get("dtype") or config.get("torch_dtype")}
     return Source(model, opened, weights.folder, set(ends), next(iter(ends), None), facts, trained_in)
+
+
+def apply_template(folder: Path, prompts: Iterable[str]) -> tuple[list[list[int]], set[int]]:
+    """The ids of each prompt in the chat template of the folder's tokenizer, as a user's message up to where
+    the answer begins, and the id that ends an answer, if the tokenizer names one. A special token that a
+    prompt spells is text. Raises UserError."""
+    try:
+        template = ChatTemplate(folder)
+        ids = [template.prompt(prompt) for prompt in prompts]
+    except (UserError, BadRecord) as error:
+        told = f"--chat: transformers cannot use a chat template of {folder}: {error}"
+        raise UserError(f"{told}; or leave out --chat") from None
+    end = template.tokenizer.eos_token_id
+    return ids, set() if end is None else {int(end)}
 
 
 def compute_in(model: Transformer, dtype: str) -> None:

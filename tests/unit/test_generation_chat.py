@@ -1,4 +1,4 @@
-"""generation/chat.py: prompts in chat templates."""
+"""Prompts in chat templates."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.to_file import write_tokenizer
-from generation.chat import apply_template
+from generation.source import apply_template
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
