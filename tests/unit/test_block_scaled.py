@@ -14,7 +14,7 @@ from support.tensors import random_bf16
 
 from ops.linear import Linear, refresh_weights
 from ops.quantization.random_bits import random_key
-from recipes import block_recipe, block_scaled, block_scaled_check
+from recipes import block_recipe, block_scaled
 from recipes.block_scaled import block_forms
 from recipes.block_scaled_check import find_difference
 from recipes.formats.scale_layout import from_tiles, tiles, to_tiles
@@ -42,9 +42,8 @@ def test_scales_have_the_layout_of_torchaos_to_blocked(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
     scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     ordered = to_tiles(scales)
-    assert torch.equal(ordered, utils.to_blocked(scales).flatten()) and len(ordered) == 512 * math.prod(
-        tiles(*shape)
-    )
+    assert torch.equal(ordered, utils.to_blocked(scales).flatten())
+    assert len(ordered) == 512 * math.prod(tiles(*shape))
     assert torch.equal(from_tiles(ordered, *shape), scales)
 
 
@@ -71,57 +70,47 @@ def test_of_two_fp4_codes_in_a_byte_the_first_one_is_in_the_low_half():
     assert rows.shape == (16, 16) and (rows[:, 0] == 0x97).all() and (rows[:, 1:] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["torch.nn.functional.scaled_mm", "torch._scaled_mm"])
+@pytest.mark.parametrize(("module", "name"), [(F, "scaled_mm"), (torch, "_scaled_mm")])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_torch_gets_row_major_times_column_major_and_scales_in_their_dtypes(monkeypatch, recipe, name):
+def test_torch_gets_row_major_times_column_major_and_scales_in_their_dtypes(
+    monkeypatch, recipe, module, name
+):
     given = {}
 
     def record(a, b, *scales, **options):
         given.update(a=a, b=b, scales=scales, options=options)
         return torch.ones(len(a), b.shape[1], dtype=torch.bfloat16)
 
-    function = name.rpartition(".")[2]
-    if function == "_scaled_mm":
+    if module is torch:
         monkeypatch.delattr(F, "scaled_mm")
-    monkeypatch.setattr(F if function == "scaled_mm" else torch, function, record)
-    layer = layer_of(recipe, SCALED)
+    monkeypatch.setattr(module, name, record)
+    layer, fp4 = layer_of(recipe, SCALED), recipe == "nvfp4"
     x, weight = layer.quantize(random_bf16(M, K)), layer.quantized
     product = block_scaled.scaled_mm(x.rows, x.scales, weight.rows, weight.scales, torch.bfloat16)
-    fp4 = recipe == "nvfp4"
     assert given["a"].dtype == (torch.float4_e2m1fn_x2 if fp4 else torch.float8_e4m3fn)
     assert given["a"].stride(1) == given["b"].stride(0) == 1 and given["b"].shape == (K // (1 + fp4), N)
     scales = [one for each in given["scales"] for one in (each if isinstance(each, list) else [each])]
-    blocks = [one for one in scales if isinstance(one, torch.Tensor) and one.ndim == 1]
+    tensors = [one for one in scales if isinstance(one, torch.Tensor)]
+    blocks = [one for one in tensors if one.ndim == 1]
     assert {one.dtype for one in blocks} == {torch.float8_e4m3fn if fp4 else torch.float8_e8m0fnu}
-    assert [len(one) for one in blocks] == [
-        512 * math.prod(tiles(rows, K // (16 if fp4 else 32))) for rows in (M, N)
-    ]
-    factors = [decode_factor(one) for one in (x, weight)] if fp4 else [1.0, 1.0]
-    if function == "_scaled_mm":  # which takes no global factors
+    sizes = [512 * math.prod(tiles(rows, K // (16 if fp4 else 32))) for rows in (M, N)]
+    assert [len(one) for one in blocks] == sizes
+    factors = [one.scales[-4:].view(torch.float32).item() for one in (x, weight)] if fp4 else [1.0, 1.0]
+    if module is torch:  # whose function takes no global factors
         assert (product == torch.tensor(factors[0] * factors[1]).bfloat16()).all()
     elif fp4:
-        assert [one.item() for one in scales if isinstance(one, torch.Tensor) and one.ndim == 0] == factors
+        assert [one.item() for one in tensors if one.ndim == 0] == factors
 
 
-def decode_factor(operand):
-    return operand.scales[-4:].view(torch.float32).item()
-
-
-def test_the_installed_torch_has_an_entry_point_which_no_cpu_runs():
+def test_the_installed_torch_has_an_entry_point_which_no_cpu_runs_and_without_one_a_run_emulates(monkeypatch):
     """Where this fails, torch has moved or renamed its matmul of scaled blocks: change scaled_mm() in
     recipes/block_scaled.py. Until then, runs on Blackwell emulate, and say so."""
-    found = {
-        function: hasattr(module, function) for module, function in ((F, "scaled_mm"), (torch, "_scaled_mm"))
-    }
-    assert found == {"scaled_mm": True, "_scaled_mm": True}, torch.__version__
     for recipe in RECIPES:
-        found = find_difference(SCALED[recipe], EMULATED[recipe], (N, K), M, KEY)
-        assert found.startswith("96 tokens, weight 224 x 160: ValueError: CPU does not support"), found
-
-
-def test_a_torch_without_an_entry_point_emulates_and_says_why(monkeypatch):
-    monkeypatch.delattr(F, "scaled_mm")
-    monkeypatch.delattr(torch, "_scaled_mm")
+        found = find_difference(SCALED[recipe], EMULATED[recipe], (64, 32), 5024, KEY)
+        assert found.startswith("4,096 tokens, weight 64 x 32: ValueError: CPU does not support"), found
+    for module, function in ((F, "scaled_mm"), (torch, "_scaled_mm")):
+        assert hasattr(module, function), (function, torch.__version__)
+        monkeypatch.delattr(module, function)
     found = find_difference(SCALED["mxfp8"], EMULATED["mxfp8"], (N, K), M, KEY)
     assert "AttributeError: module 'torch' has no attribute '_scaled_mm'" in found
 
@@ -161,7 +150,7 @@ def test_compiled_code_is_one_graph_with_the_same_results(multiplied_by, recipe)
         x = random_bf16(M, K).requires_grad_()
         function(x).backward(dy)
         made.append((x.grad, layer.weight_grad.clone()))
-    assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -181,12 +170,11 @@ def test_weights_are_quantized_where_they_are_and_an_evaluation_may_have_any_num
 # --- the check at the start ---
 
 
-@pytest.mark.parametrize("sides", [(64, 32), (224, 160), (512, 256)])
+@pytest.mark.parametrize(("sides", "tokens"), [((64, 32), 5024), ((224, 160), 64), ((512, 256), 64)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_computes_like_tensor_cores_passes(multiplied_by, recipe, sides):
+def test_what_computes_like_tensor_cores_passes(multiplied_by, recipe, sides, tokens):
     multiplied_by(scaled_matmuls.exact)
-    for tokens in (64, 5024):
-        assert find_difference(SCALED[recipe], EMULATED[recipe], sides, tokens, KEY) is None
+    assert find_difference(SCALED[recipe], EMULATED[recipe], sides, tokens, KEY) is None
 
 
 @pytest.mark.parametrize(("tokens", "runs"), [(96, True), (80, False), (4128, True), (4112, False)])
@@ -237,10 +225,10 @@ def losses(record):
     return [row["loss"] for row in record["training_iterations"]]
 
 
-@pytest.mark.parametrize("scope", ["layers", "layers_and_head"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_has_the_losses_of_the_emulation(trained, multiplied_by, monkeypatch, recipe, scope):
-    keys = {"low_precision": recipe, "low_precision_scope": scope, "gradient_accumulation_steps": 2}
+def test_a_run_has_the_losses_of_the_emulation(trained, multiplied_by, monkeypatch, recipe):
+    keys = {"low_precision": recipe, "low_precision_scope": "layers_and_head"}
+    keys |= {"gradient_accumulation_steps": 2}
     plain, _ = trained("emulated", **keys)
     multiplied_by(scaled_matmuls.emulating)
     if recipe == "nvfp4":  # the emulation rounds global factors into its operands, which the check forbids
@@ -248,63 +236,48 @@ def test_a_run_has_the_losses_of_the_emulation(trained, multiplied_by, monkeypat
     ours, log = trained("native", **keys)
     assert losses(ours) == losses(plain)
     said = ours["startup_info"]["low_precision"]
-    emulated_head = ", but the head: bf16" if (recipe, scope) == ("nvfp4", "layers_and_head") else ""
+    emulated_head = ", but the head: bf16" if recipe == "nvfp4" else ""
     assert said["executed"] == f"native {recipe}{emulated_head}" and said["native"] is True
     assert f"(native {recipe}{emulated_head})" in log and "emulate" not in log
 
 
-def test_the_check_switches_nvfp4_on(trained, multiplied_by):
-    multiplied_by(scaled_matmuls.exact)
-    record, _ = trained("native", low_precision="nvfp4")
-    assert record["startup_info"]["low_precision"]["executed"] == "native nvfp4"
-    assert losses(record)[-1] < losses(record)[0]
+WRONG = "64 tokens, weight 64 x 64: forward is off by "
+FAILING = "64 tokens, weight 64 x 64: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "stand_in", "counted"),
+    ("recipe", "stand_in", "counted", "reason"),
     [
-        ("mxfp8", scaled_matmuls.exact, {"fp8": 4500}),
-        ("nvfp4", scaled_matmuls.exact, {"fp4": 9000}),
-        ("mxfp8", scaled_matmuls.wrong_scale, {}),
-        ("nvfp4", scaled_matmuls.failing, {}),
+        ("mxfp8", scaled_matmuls.exact, {"fp8": 4500}, None),
+        ("nvfp4", scaled_matmuls.exact, {"fp4": 9000}, None),
+        ("mxfp8", scaled_matmuls.wrong_scale, {}, WRONG),
+        ("nvfp4", scaled_matmuls.failing, {}, FAILING),
     ],
 )
-def test_a_run_counts_against_the_peak_of_its_format_if_the_check_switched_it_on(
-    trained, multiplied_by, recipe, stand_in, counted
+def test_a_run_counts_against_the_peak_of_its_format_if_the_check_switched_it_on_and_else_emulates(
+    trained, multiplied_by, recipe, stand_in, counted, reason
 ):
+    plain = trained("emulated", low_precision=recipe)[0] if reason else None
     multiplied_by(stand_in)
     record, log = trained("counted", low_precision=recipe)
+    executed = record["startup_info"]["low_precision"]["executed"]
+    if reason:  # which one line says
+        assert losses(record) == losses(plain)
+        assert executed.startswith(f"bf16, emulates {recipe} (check failed: rank 0: {reason}")
+        (line,) = (line for line in log.splitlines() if "the check at the start failed" in line)
+        assert reason in line and f"(NVIDIA B200, torch {torch.__version__}, CUDA" in line
+    else:
+        assert losses(record)[-1] < losses(record)[0]
+        assert executed == f"native {recipe}"
     hardware = record["startup_info"]["hardware"]
     assert hardware["peak"]["tflops_per_gpu"] == 2250
-    stated = {
-        name: hardware[f"peak_{name}"]["tflops_per_gpu"] for name in FORMATS if f"peak_{name}" in hardware
-    }
-    assert stated == counted
+    stated = {name: hardware.get(f"peak_{name}", {}).get("tflops_per_gpu") for name in FORMATS}
+    assert stated == dict.fromkeys(FORMATS) | counted
     for mfu in filter(None, (row["mfu"] for row in record["training_iterations"])):
         for name in FORMATS:
-            percent = mfu.get(f"mfu_{name}_percent")
-            assert percent == (
-                pytest.approx(mfu["mfu_percent"] * 2250 / counted[name]) if name in counted else None
-            )
+            expected = pytest.approx(mfu["mfu_percent"] * 2250 / counted[name]) if name in counted else None
+            assert mfu.get(f"mfu_{name}_percent") == expected
     assert [name for name in FORMATS if f"Of the {name} peak" in log] == list(counted)
-
-
-@pytest.mark.parametrize(
-    ("stand_in", "reason"),
-    [
-        (scaled_matmuls.wrong_scale, "64 tokens, weight 64 x 64: forward is off by "),
-        (scaled_matmuls.failing, "64 tokens, weight 64 x 64: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"),
-    ],
-)
-def test_what_fails_the_check_is_emulated_and_one_line_says_why(trained, multiplied_by, stand_in, reason):
-    plain, _ = trained("emulated", low_precision="mxfp8")
-    multiplied_by(stand_in)
-    record, log = trained("failed", low_precision="mxfp8")
-    assert losses(record) == losses(plain)
-    executed = record["startup_info"]["low_precision"]["executed"]
-    assert executed.startswith(f"bf16, emulates mxfp8 (check failed: rank 0: {reason}")
-    (line,) = (line for line in log.splitlines() if "the check at the start failed" in line)
-    assert reason in line and f"(NVIDIA B200, torch {torch.__version__}, CUDA" in line
 
 
 def test_if_one_of_two_ranks_fails_both_emulate(tmp_path):
@@ -313,9 +286,7 @@ def test_if_one_of_two_ranks_fails_both_emulate(tmp_path):
     worker = "tests/support/block_scaled_worker.py"
     run_in_one_launch(tmp_path, [[config, f"--out_dir={tmp_path / 'out'}"]], 2, worker=worker)
     executed = last_run(tmp_path / "out")["startup_info"]["low_precision"]["executed"]
-    assert executed.startswith(
-        "bf16, emulates mxfp8 (check failed: rank 1: 64 tokens, weight 64 x 64: forward"
-    )
+    assert executed.startswith(f"bf16, emulates mxfp8 (check failed: rank 1: {WRONG}")
 
 
 # --- memory ---
@@ -331,7 +302,3 @@ def test_the_estimate_counts_the_bytes_of_codes_and_scales(recipe, form):
     forms = block_forms(x, nvfp4_amaxes(x) if recipe == "nvfp4" else None)
     assert sum(one.nbytes for one in forms) == pytest.approx(2 * form * x.numel(), abs=8)
     assert sum(native.values()) < sum(emulated.values())
-
-
-def test_the_check_is_bounded():
-    assert block_scaled_check.MOST_ROWS == 4096

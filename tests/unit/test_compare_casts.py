@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.all_recipes import BLOCKS, ONE_SCALE, RECIPES, place_of
+from support.all_recipes import BLOCKS, RECIPES, place_of
 
 import recipes.mxfp8
 import recipes.nvfp4
@@ -48,7 +48,7 @@ def check(recipe, vocab_size=200):
     check_kernels(recipe, lambda: compare(recipe, vocab_size))
 
 
-@pytest.mark.parametrize("recipe", [*ONE_SCALE, *BLOCKS])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_comparison_finds_nothing_where_plain_forms_run_twice(recipe):
     assert compare(recipe) is None
     check(recipe)

@@ -1,4 +1,4 @@
-"""fp8 training: numerics against torchao, the plain form on a CPU, every strategy, kernels on a GPU."""
+"""fp8 by one scale of a matrix: its numerics against torchao and fp32, in plain form."""
 
 from functools import partial
 
@@ -7,15 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import fake_norm
 from support.all_recipes import use_recipe_in
-from support.helpers import TINY
-from support.tensors import (
-    E4M3,
-    E5M2,
-    assert_requantized_as_each_alone,
-    error,
-    fp8_linear,
-    random_bf16,
-)
+from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
 from torch.utils.checkpoint import checkpoint
 
 from model_builder import build_model
@@ -26,24 +18,16 @@ from ops.cross_entropy import LinearCrossEntropy
 from ops.feed_forward import feed_forward
 from ops.swiglu import swiglu
 
-FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
-
-
-# --- numerics ---
-
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_largest_magnitude_becomes_the_largest_fp8_number(dtype):
+def test_the_largest_magnitude_becomes_the_largest_fp8_number_and_zeros_stay_finite(dtype):
     x = random_bf16(32, 48, std=7.0)
     quantized = float8.quantize(x, dtype)
     assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
     assert torch.equal(quantized.columns.float(), quantized.rows.float().t())
     assert error(quantized.rows.float() * quantized.inverse_scale, x) < (0.03 if dtype == E4M3 else 0.06)
-
-
-def test_a_tensor_of_zeros_stays_finite():
-    quantized = float8.quantize(torch.zeros(16, 16, dtype=torch.bfloat16), E4M3)
-    assert torch.isfinite(quantized.inverse_scale) and not quantized.rows.float().any()
+    zeros = float8.quantize(torch.zeros_like(x), dtype)
+    assert torch.isfinite(zeros.inverse_scale) and not zeros.rows.float().any()
 
 
 def test_an_infinite_input_makes_a_result_that_is_not_finite():
@@ -139,21 +123,17 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
 def test_torchao_quantizes_and_multiplies_alike():
     """torchao's tensorwise recipe is the reference (Linear, dynamic scaling, same types)."""
     torchao = pytest.importorskip("torchao.float8", reason="pip install torchao: the reference for fp8")
-    config = torchao.Float8LinearConfig(emulate=not torch.cuda.is_available())
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = torchao.Float8LinearConfig(emulate=device == "cpu")
     weight, dy = random_bf16(48, 64, std=0.02, device=device), random_bf16(128, 48, device=device)
     reference = torch.nn.Linear(64, 48, bias=False, device=device, dtype=torch.bfloat16)
     reference.weight.data = weight.clone()
     reference = torchao.convert_to_float8_training(torch.nn.Sequential(reference), config=config)
-    layer = fp8_linear(weight)
     results = []
-    for module in (reference, layer):
+    for module in (reference, fp8_linear(weight)):
         x = random_bf16(128, 64, device=device).requires_grad_()
         y = module(x)
         (y * dy).sum().backward()
         results.append((y, x.grad, next(module.parameters()).grad))
-    for ours, theirs in zip(results[1], results[0], strict=True):
+    for theirs, ours in zip(*results, strict=True):
         assert error(ours, theirs) < 2e-3  # the same fp8 values; bf16 rounding of the results
-
-
-# --- training ---

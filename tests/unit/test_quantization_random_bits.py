@@ -46,22 +46,18 @@ def test_the_bits_of_an_element_are_those_of_its_place_in_its_counter():
     assert random_bits(1, KEY, bits=32, start=9).item() & FULL == words[1].item()
 
 
-def test_elements_beyond_32_bits_have_bits_of_their_own():
+def test_elements_beyond_32_bits_and_seeds_of_63_bits_count_in_full():
     far = 2**35 + 5
     assert not torch.equal(random_bits(64, KEY, start=far), random_bits(64, KEY, start=5))
+    low, high = (random_key(**{**STEP, "seed": seed}) for seed in (7, 7 + 2**62))
+    assert not torch.equal(random_bits(64, low), random_bits(64, high))
 
 
-def test_a_63_bit_seed_counts_in_full():
-    low, high = ({**STEP, "seed": seed} for seed in (7, 7 + 2**62))
-    assert not torch.equal(random_bits(64, random_key(**low)), random_bits(64, random_key(**high)))
-
-
-def test_no_two_seeds_iterations_micro_steps_or_tensors_share_bits():
-    rows = [
-        tuple(random_bits(16, random_key(*numbers)).tolist())
-        for numbers in itertools.product(range(4), repeat=4)
-    ]
-    assert len(set(rows)) == 4**4
+def test_no_two_seeds_iterations_micro_steps_tensors_or_streams_share_bits():
+    keys = [(random_key(*numbers), 0) for numbers in itertools.product(range(4), repeat=4)]
+    keys += [(random_key(1, tensor=n), stream) for n in (0, 1, 2**30 - 1) for stream in range(4)]
+    rows = [tuple(random_bits(16, key, stream=stream).tolist()) for key, stream in keys]
+    assert len(set(rows)) == 4**4 + 3 * 4 - 2  # tensors 0 and 1 of seed 1 are in both lists
 
 
 def test_numbers_are_uniform_and_those_of_two_tensors_uncorrelated():
@@ -88,32 +84,14 @@ def test_numbers_fill_their_range(bits, largest):
         ({"tensor": -1}, "tensor=-1 is not from 0"),
         ({"tensor": 2**30}, r"from 0 to 2\^30 - 1"),
         ({"seed": 2**63}, r"from 0 to 2\^63 - 1"),
-    ],
-)
-def test_a_key_whose_numbers_do_not_fit_is_an_error(changed, message):
-    with pytest.raises(ValueError, match=message):
-        random_key(**{**STEP, **changed})
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
         ({"start": -1}, "elements -1 to 15 are not within"),
         ({"start": 2**36}, "are not within 0 to 68719476736"),
     ],
 )
-def test_what_random_bits_cannot_take_is_an_error(keywords, message):
+def test_numbers_that_do_not_fit_are_an_error(changed, message):
+    numbers = {"start": 0, **STEP, **changed}
     with pytest.raises(ValueError, match=message):
-        random_bits(16, **{"key": KEY, **keywords})
-
-
-def test_the_streams_of_a_tensor_share_no_bits_with_each_other_or_the_next_tensor():
-    rows = {
-        tuple(random_bits(16, random_key(1, tensor=tensor), stream=stream).tolist())
-        for tensor in (0, 1, 2**30 - 1)
-        for stream in range(4)
-    }
-    assert len(rows) == 12
+        random_bits(16, start=numbers.pop("start"), key=random_key(**numbers))
 
 
 def test_a_key_is_read_at_each_call_and_never_by_the_host():
