@@ -7,7 +7,7 @@ Emulated, both are bf16 matrices whose numbers are those of the format. bf16 hol
 every NVFP4 number but for its global factor. So an ordinary bf16 matmul of such operands is what Blackwell's
 tensor cores compute, up to the order of sums, on any GPU and on a CPU. It is no faster than bf16. The product
 with NVFP4's global factor is rounded to bf16, which changes the result of a matmul by 0.24 %; the format
-itself changes it by 14.5 % (tests/unit/test_quantization_nvfp4.py has both without that rounding).
+itself changes it by 14.5 % (tests/unit/test_quantization_blocks.py has both without that rounding).
 
 torch.compile does not see into the casts: it would divide approximately and keep more digits than bf16 has.
 On a GPU each is one kernel (kernels/mxfp8.py, nvfp4.py), with the same bits.

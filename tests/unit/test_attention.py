@@ -85,29 +85,26 @@ def test_fp32_has_no_flash_attention():
     attention._need_cuda_and_half("flash-attn 2", torch.bfloat16, torch.device("cuda"))
 
 
-def fake_capability(monkeypatch, compute):
-    monkeypatch.setattr(attention, "capability", lambda _: lookup(compute, "a GPU"))
-
-
 @pytest.fixture
-def hopper(monkeypatch):
-    """This machine looks like a Hopper GPU to the flash-attn backends, without any package installed."""
-    monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
-    fake_capability(monkeypatch, (9, 0))
-    for name in ("flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
+def looks_like(monkeypatch):
+    """looks_like(9, 0, flash_attn=function): this machine looks like such a GPU to the flash-attn backends, and
+    has a package whose flash_attn_func is that, or none. Gives the calls that it will have had."""
 
+    def looks_like(*compute, **packages):
+        calls = []
 
-def install(monkeypatch, module, flash_attn_func):
-    """A fake package; returns the calls that its flash_attn_func will have had."""
-    calls = []
+        def recorded(function):
+            return lambda *args, **kwargs: (calls.append((args, kwargs)), function(*args, **kwargs))[1]
 
-    def recording(*args, **kwargs):
-        calls.append((args, kwargs))
-        return flash_attn_func(*args, **kwargs)
+        monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
+        monkeypatch.setattr(attention, "capability", lambda _: lookup(compute, "a GPU"))
+        for name in ("flash_attn", "flash_attn_interface"):  # None: import raises ImportError
+            function = packages.get(name)
+            package = function and types.SimpleNamespace(flash_attn_func=recorded(function))
+            monkeypatch.setitem(sys.modules, name, package)
+        return calls
 
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=recording))
-    return calls
+    return looks_like
 
 
 def flash_attn_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
@@ -131,9 +128,8 @@ def flash_attn_3_before_2025(q, k, v, softmax_scale=None, causal=False):
         ("flash_attn_3", "flash_attn_interface", flash_attn_3_before_2025),
     ],
 )
-def test_flash_attention_is_called_by_its_convention(hopper, monkeypatch, backend, module, function, heads):
-    calls = install(monkeypatch, module, function)
-    config = shape(KV_HEADS[heads])
+def test_flash_attention_is_called_by_its_convention(looks_like, backend, module, function, heads):
+    calls, config = looks_like(9, 0, **{module: function}), shape(KV_HEADS[heads])
     choice = choose(backend, config)
     assert (choice.used, choice.reason) == (backend, "")
     calls.clear()
@@ -144,12 +140,11 @@ def test_flash_attention_is_called_by_its_convention(hopper, monkeypatch, backen
     assert kwargs["causal"] is True
 
 
-def test_flash_attention_2_is_told_the_dropout(hopper, monkeypatch):
-    calls = install(monkeypatch, "flash_attn", flash_attn_2)
-    config = shape(dropout=0.25)
+def test_flash_attention_2_is_told_the_dropout(looks_like):
+    calls, config = looks_like(9, 0, flash_attn=flash_attn_2), shape(dropout=0.25)
     attend = choose("flash_attn_2", config).attend
-    attend(*inputs(config)[0], 0.25)
-    attend(*inputs(config)[0], 0.0)
+    for p in (0.25, 0.0):
+        attend(*inputs(config)[0], p)
     assert [kwargs["dropout_p"] for _, kwargs in calls[-2:]] == [0.25, 0.0]
 
 
@@ -157,32 +152,30 @@ HOPPER_ONLY = "flash_attn_3: its kernels are for Hopper GPUs (compute capability
 
 
 @pytest.mark.parametrize(
-    ("compute", "dropout", "asked", "used", "reason"),
+    ("compute", "config", "asked", "used", "reason"),
     [
-        ((9, 0), 0.1, "flash_attn_3", "flash_attn_2", "flash_attn_3: it has no dropout"),
-        *(((x, y), 0.0, "flash_attn_3", "flash_attn_2", HOPPER_ONLY) for x, y in ((8, 0), (8, 9))),
-        (
-            *((7, 5), 0.0, "flash_attn_2", "sdpa"),
-            "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above",
-        ),
+        ((9, 0), shape(dropout=0.1), "flash_attn_3", "flash_attn_2", "flash_attn_3: it has no dropout"),
+        ((8, 0), shape(), "flash_attn_3", "flash_attn_2", HOPPER_ONLY),
+        ((8, 9), shape(), "flash_attn_3", "flash_attn_2", HOPPER_ONLY),
+        ((7, 5), shape(), "flash_attn_2", "sdpa",
+         "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above"),
+        *(((9, 0), shape(head_dim=256), f"flash_attn_{n}", f"flash_attn_{n}", "") for n in (2, 3)),
+        *(((9, 0), shape(head_dim=264), f"flash_attn_{n}", "sdpa",
+           f"flash-attn {n} has heads of at most 256, head_dim is 264") for n in (2, 3)),
     ],
-)
-def test_a_package_whose_kernels_do_not_fit_falls_back(
-    hopper, monkeypatch, compute, dropout, asked, used, reason
-):
-    install(monkeypatch, "flash_attn_interface", flash_attn_3)
-    install(monkeypatch, "flash_attn", flash_attn_2)
-    fake_capability(monkeypatch, compute)
-    choice = choose(asked, shape(dropout=dropout))
-    assert (choice.used, choice.reason) == (used, reason)
+)  # fmt: skip
+def test_a_package_whose_kernels_do_not_fit_falls_back(looks_like, compute, config, asked, used, reason):
+    looks_like(*compute, flash_attn=flash_attn_2, flash_attn_interface=flash_attn_3)
+    choice = choose(asked, config)
+    assert choice.used == used and reason in choice.reason and bool(choice.reason) == bool(reason)
 
 
 @pytest.mark.parametrize(
     ("compute", "cudnn"),
     [((7, 5), 0), ((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((10, 3), 1), ((12, 0), 0)],
 )
-def test_sdpa_tries_cudnn_first_on_hopper_and_datacenter_blackwell_only(monkeypatch, compute, cudnn):
-    fake_capability(monkeypatch, compute)
+def test_sdpa_tries_cudnn_first_on_hopper_and_datacenter_blackwell_only(looks_like, compute, cudnn):
+    looks_like(*compute)
 
     def attends(dtype=torch.bfloat16, **overrides):
         return [attend for _, attend in attention._sdpa(shape(**overrides), dtype, CPU)]
@@ -199,22 +192,32 @@ def test_sdpa_keeps_the_order_of_the_capability(monkeypatch):
     assert [attend for _, attend in candidates] == [attention._sdpa_default, attention._sdpa_cudnn]
 
 
-def test_where_cudnn_fails_the_probe_torchs_own_choice_runs(hopper):
+def test_where_cudnn_fails_the_probe_torchs_own_choice_runs(looks_like):
+    looks_like(9, 0)
     choice = choose("sdpa", shape(), torch.bfloat16)  # this machine is a CPU, whatever it looks like
     assert (choice.used, choice.attend.__wrapped__) == ("sdpa", attention._sdpa_default)
     assert choice.reason.startswith("sdpa [cuDNN] failed: ")
 
 
-def test_packages_that_are_not_installed_are_named_and_sdpa_runs(hopper):
+def test_packages_that_are_not_installed_are_named_and_sdpa_runs_or_else_manual(looks_like, monkeypatch):
+    looks_like(9, 0)
     choice = choose("flash_attn_3", shape())
     assert choice.used == "sdpa"
     assert "flash_attn_3: flash_attn_interface is not installed" in choice.reason
     assert "flash_attn_2: flash_attn is not installed" in choice.reason
+    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
+    choice = choose("flash_attn_3", shape(2))
+    assert (choice.used, choice.attend.__wrapped__) == ("manual", manual_attention)
+    assert all(name in choice.reason for name in ("flash_attn_3", "flash_attn_2", "sdpa"))
+    assert re.match(r"manual \[.*asked for flash_attn_3", choice.to_dict()["line"])
+    with pytest.raises(RuntimeError, match="sdpa .*no kernel image.*manual .*no kernel image"):
+        choose_attention("sdpa", shape(), torch.float32, CPU, no_kernel)
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError"])
-def test_a_broken_package_is_not_called_a_missing_one(hopper, monkeypatch, tmp_path, error):
+def test_a_broken_package_is_not_called_a_missing_one(looks_like, monkeypatch, tmp_path, error):
     """flash-attn built for another torch fails at import; 'not installed' would mislead, a crash more so."""
+    looks_like(9, 0)
     for module in ("flash_attn", "flash_attn_interface"):
         (tmp_path / f"{module}.py").write_text(f"raise {error}('undefined symbol of {module}')")
         monkeypatch.delitem(sys.modules, module)
@@ -247,24 +250,11 @@ def no_kernel(*_, **__):
         (lambda q, k, v, **_: (q + k + v) * float("nan"), "gradients are not finite"),
     ],
 )
-def test_a_backend_that_fails_the_probe_falls_through_with_its_reason(hopper, monkeypatch, attend, reason):
-    install(monkeypatch, "flash_attn", attend)
+def test_a_backend_that_fails_the_probe_falls_through_with_its_reason(looks_like, attend, reason):
+    looks_like(9, 0, flash_attn=attend)
     choice = choose("flash_attn_2", shape())
     assert (choice.used, choice.reason) == ("sdpa", f"flash_attn_2 [flash-attn 2] failed: {reason}")
     assert "\n" not in choice.to_dict()["line"]
-
-
-@pytest.mark.parametrize("head_dim", [256, 264])
-def test_heads_that_are_too_wide_for_flash_attention_fall_through_with_the_reason(
-    hopper, monkeypatch, head_dim
-):
-    for number in (2, 3):
-        for module in ("flash_attn", "flash_attn_interface"):
-            install(monkeypatch, module, lambda q, k, v, **_: manual_attention(q, k, v))
-        choice = choose(f"flash_attn_{number}", shape(head_dim=head_dim))
-        assert choice.used == (f"flash_attn_{number}" if head_dim == 256 else "sdpa")
-        said = f"flash-attn {number} has heads of at most 256, head_dim is 264" in choice.reason
-        assert said == (head_dim > 256)
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "manual"])
@@ -274,21 +264,6 @@ def test_every_kernel_here_takes_a_head_width_that_is_no_share_of_the_model_s(as
     config = dataclasses.replace(shape(2, n_embd=64), head_dim=head_dim)
     choice = choose_attention(asked, config, torch.float32, CPU, manual_attention, documents)
     assert choice.used == asked and choice.reason == ""
-
-
-def test_manual_is_the_end_of_the_chain(hopper, monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
-    choice = choose("flash_attn_3", shape(2))
-    assert (choice.used, choice.attend.__wrapped__) == ("manual", manual_attention)
-    for name in ("flash_attn_3", "flash_attn_2", "sdpa"):
-        assert name in choice.reason
-    assert re.match(r"manual \[.*asked for flash_attn_3", choice.to_dict()["line"])
-
-
-def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
-    with pytest.raises(RuntimeError, match="sdpa .*no kernel image.*manual .*no kernel image"):
-        choose_attention("sdpa", shape(), torch.float32, CPU, no_kernel)
 
 
 @pytest.mark.parametrize("T", [60, 128, 200, 512, 1000])

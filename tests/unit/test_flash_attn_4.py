@@ -28,34 +28,52 @@ from training.optimization.compile import compile_and_checkpoint
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(9, 0): this machine looks like such a GPU, with no flash-attn installed."""
+    """gpu(9, 0): this machine looks like such a GPU, with flash-attn 4 alone installed, or a stand-in of some
+    of its functions; gpu(9, 0, None): with none."""
 
-    def looks_like(*compute):
+    def looks_like(major, minor, forward=fake_flash_attn_4.flash_attn_func, **internals):
         monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
-        monkeypatch.setattr(attention, "capability", lambda _: lookup(compute, "a GPU"))
+        monkeypatch.setattr(attention, "capability", lambda _: lookup((major, minor), "a GPU"))
         for name in ("flash_attn", "flash_attn_interface"):
             monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
+        if forward:
+            fake_flash_attn_4.install(monkeypatch, forward, **internals)
 
     return looks_like
 
 
+# --- what it computes ---
+
+
 @pytest.mark.parametrize("kv", [None, 2])
-def test_it_computes_attention_and_its_gradients_also_of_strided_values(gpu, monkeypatch, kv):
+def test_it_computes_attention_and_its_gradients_also_of_strided_values(gpu, kv):
     gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
     choice = choose("flash_attn_4", shape(kv))
     assert (choice.used, choice.kernel, choice.reason) == ("flash_attn_4", "flash-attn 4", "")
     assert_agrees(choice.attend, shape(kv), torch.float32, 1e-5)
 
 
-def test_compiled_code_is_one_graph_with_the_same_results(gpu, monkeypatch):
+def test_compiled_code_is_one_graph_with_the_same_results(gpu):
     gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
     attend, (qkv, above) = choose("flash_attn_4", shape(2)).attend, inputs(shape(2))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     made = [forward_and_gradients(function, qkv, above) for function in (attend, compiled)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*made, strict=True))
     torch.library.opcheck(flash_attn_4, tuple(qkv))  # shapes and strides are those that it announces
+
+
+@pytest.mark.parametrize("level", ["memory_bound", "attention"])
+def test_a_block_that_is_recomputed_has_the_same_gradients(gpu, level):
+    gpu(10, 0)
+    config, made = shape(2, n_layer=2), []
+    for recomputed in (False, True):
+        model = build_model(config, choose("flash_attn_4", config).attend).init_weights("cpu", seed=0).train()
+        for block in model.blocks if recomputed else ():
+            recompute.recompute(block, level)
+        ids = torch.arange(64).view(2, 32) % 97
+        model(ids, ids.roll(1, 1)).backward()
+        made.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(plain, again) for plain, again in zip(*made, strict=True))
 
 
 def test_a_checkpoint_that_keeps_products_keeps_its_result():
@@ -64,27 +82,51 @@ def test_a_checkpoint_that_keeps_products_keeps_its_result():
         assert recompute._policy(None, operation) == CheckpointPolicy.MUST_SAVE
 
 
+def test_a_run_whose_bits_are_to_repeat_gets_the_deterministic_backward(gpu):
+    asked = []
+
+    @functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
+    def noting(*tensors, deterministic, **options):
+        asked.append(deterministic)
+        fake_flash_attn_4._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
+
+    gpu(10, 0, _flash_attn_bwd=noting)
+    for repeats in (False, True):
+        asked.clear()
+        arguments = "flash_attn_4", shape(2), torch.float32, CPU, manual_attention
+        choice = choose_attention(*arguments, repeats=repeats)
+        forward_and_gradients(choice.attend, *inputs(shape(2)))
+        assert choice.used == "flash_attn_4" and set(asked) == {repeats}
+
+
+# --- when it is chosen ---
+
+
 def test_it_is_the_first_of_the_chain_and_no_default():
     assert CHAIN == ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "manual")
 
 
-@pytest.mark.parametrize(
-    ("compute", "runs"),
-    [((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((10, 3), 1), ((12, 0), 1), ((12, 1), 1)],
+ELSEWHERE = (
+    "flash_attn_4: its kernels are for Hopper and Blackwell GPUs (compute capability 9.0, 10.x and 12.x)"
 )
-def test_it_runs_on_hopper_and_blackwell_and_nowhere_else(gpu, monkeypatch, compute, runs):
+
+
+@pytest.mark.parametrize("compute", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_it_runs_on_hopper_and_blackwell_alone_and_where_flash_attn_3_has_no_kernels_in_its_place(
+    gpu, compute
+):
     gpu(*compute)
-    fake_flash_attn_4.install(monkeypatch)
-    choice = choose("flash_attn_4", shape())
-    assert choice.used == ("flash_attn_4" if runs else "sdpa")
-    line = (
-        "flash_attn_4: its kernels are for Hopper and Blackwell GPUs (compute capability 9.0, 10.x and 12.x)"
-    )
-    assert (line in choice.reason) != runs
+    choice, hopper_or_newer = choose("flash_attn_4", shape()), compute >= (9, 0)
+    assert choice.used == ("flash_attn_4" if hopper_or_newer else "sdpa")
+    assert (ELSEWHERE in choice.reason) != hopper_or_newer
+    choice = choose("flash_attn_3", shape())
+    assert (choice.asked, choice.used == "flash_attn_4") == ("flash_attn_3", compute >= (10, 0))
+    for_hopper = "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
+    assert (choice.reason == for_hopper) == (compute >= (10, 0))
 
 
 def test_a_missing_package_is_named_with_its_file_and_the_chain_goes_on(gpu):
-    gpu(9, 0)
+    gpu(9, 0, None)
     choice = choose("flash_attn_4", shape())
     assert choice.used == "sdpa"
     reasons = choice.reason.split("; ")
@@ -93,7 +135,7 @@ def test_a_missing_package_is_named_with_its_file_and_the_chain_goes_on(gpu):
 
 
 def test_flash_attn_4_alone_is_not_taken_for_a_broken_flash_attn_2(gpu, monkeypatch, tmp_path):
-    gpu(9, 0)
+    gpu(9, 0, None)
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import a_package_that_is_missing")
     monkeypatch.delitem(sys.modules, "flash_attn")
@@ -109,42 +151,8 @@ def refuses(q, k, v, causal=False, return_lse=False):
     return fake_flash_attn_4.flash_attn_func(q, k, v, causal=True, return_lse=True)
 
 
-def test_a_head_width_that_it_refuses_falls_back_with_its_own_words(gpu, monkeypatch):
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch, refuses)
-    assert choose("flash_attn_4", shape(head_dim=128)).used == "flash_attn_4"
-    choice = choose("flash_attn_4", shape(head_dim=192))
-    assert choice.used == "sdpa"
-    refused = "flash_attn_4 [flash-attn 4] failed: (192, 192) is not supported on SM100/SM110; "
-    assert choice.reason.startswith(refused)
-    said = choose("flash_attn_4", shape(head_dim=264)).reason
-    assert "flash-attn 4 has heads of at most 256, head_dim is 264" in said
-
-
 def before_4(q, k, v, softmax_scale=None, causal=False):
     raise AssertionError("not to be called")
-
-
-@pytest.mark.parametrize(
-    ("forward", "internals", "missing"),
-    [
-        (before_4, {}, "flash_attn_func(return_lse=...)"),
-        (fake_flash_attn_4.flash_attn_func, {"another": None}, "_flash_attn_bwd(deterministic=...)"),
-        (
-            fake_flash_attn_4.flash_attn_func,
-            {"_flash_attn_bwd": before_4},
-            "_flash_attn_bwd(deterministic=...)",
-        ),
-    ],
-)
-def test_another_release_falls_back_and_one_line_says_which_to_install(
-    gpu, monkeypatch, forward, internals, missing
-):
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch, forward, **internals)
-    choice = choose("flash_attn_4", shape())
-    hint = f"flash_attn_4: this release has no {missing}; install that of requirements/quack.txt"
-    assert choice.used == "sdpa" and choice.reason.split("; flash_attn_3")[0] == hint
 
 
 def backward_with(scale):
@@ -163,73 +171,78 @@ def not_causal(q, k, v, causal=False, return_lse=False):
     return y.transpose(1, 2).contiguous(), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
+def sees_all(q, k, v, cu_seqlens_q=None, max_seqlen_q=None, return_lse=False, **options):
+    """Does not look where a sequence begins."""
+    edges = torch.tensor([0, len(q)], dtype=torch.int32)
+    options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": len(q), "max_seqlen_k": len(q)}
+    return fake_flash_attn_4.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
+
+
+@functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
+def forgets_documents(*tensors, cu_seqlens_q=None, **options):
+    edges = cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q[[0, -1]]
+    fake_flash_attn_4._flash_attn_bwd(*tensors, **options | {"cu_seqlens_q": edges, "cu_seqlens_k": edges})
+
+
+def keeps_apart(**needs):
+    needs["documents"] = True
+    return choose_attention("flash_attn_4", shape(2), torch.float32, CPU, manual_attention, **needs)
+
+
+FORWARD, BACKWARD = fake_flash_attn_4.flash_attn_func, fake_flash_attn_4._flash_attn_bwd
+USUAL = {"_flash_attn_bwd": BACKWARD}
+RELEASE = "flash_attn_4: this release has no {}; install that of requirements-quack.txt"
+FAILED = "flash_attn_4 [flash-attn 4] failed: "
+
+
 @pytest.mark.parametrize(
-    ("forward", "scale", "wrong"),
+    ("forward", "internals", "chosen", "reason"),
     [
-        (fake_flash_attn_4.flash_attn_func, 1.01, None),
-        (fake_flash_attn_4.flash_attn_func, 1.1, "dq"),
-        (not_causal, 1.0, "output"),
+        (refuses, {}, lambda: choose("flash_attn_4", shape(head_dim=128)), None),
+        (refuses, {}, lambda: choose("flash_attn_4", shape(head_dim=192)),
+         FAILED + "(192, 192) is not supported on SM100/SM110"),
+        (FORWARD, {}, lambda: choose("flash_attn_4", shape(head_dim=264)),
+         "flash_attn_4: flash-attn 4 has heads of at most 256, head_dim is 264"),
+        (FORWARD, {}, lambda: choose("flash_attn_4", shape(dropout=0.1)), "flash_attn_4: it has no dropout"),
+        # another release
+        (before_4, {}, None, RELEASE.format("flash_attn_func(return_lse=...)")),
+        (FORWARD, {"another": None}, None, RELEASE.format("_flash_attn_bwd(deterministic=...)")),
+        (FORWARD, {"_flash_attn_bwd": before_4}, None, RELEASE.format("_flash_attn_bwd(deterministic=...)")),
+        # wrong numbers
+        (FORWARD, {"_flash_attn_bwd": backward_with(1.01)}, None, None),
+        (FORWARD, {"_flash_attn_bwd": backward_with(1.1)}, None, FAILED + "its dq differs from that of man"),
+        (not_causal, {}, None, FAILED + "its output differs from that of manual"),
+        # documents
+        (FORWARD, USUAL | {"flash_attn_varlen_func": sees_all}, keeps_apart,
+         FAILED + "documents see each other"),
+        (FORWARD, {"_flash_attn_bwd": forgets_documents}, keeps_apart,
+         FAILED + "its dq differs from that of manual attention"),
+        (FORWARD, USUAL | {"flash_attn_varlen_func": before_4}, keeps_apart,
+         RELEASE.format("flash_attn_varlen_func(return_lse=...)")),
+        (FORWARD, {}, lambda: keeps_apart(captured=True), "flash_attn_4: use_cuda_graphs=True: how many"),
     ],
-)
-def test_wrong_numbers_of_the_forward_or_a_gradient_are_found_at_the_start(
-    gpu, monkeypatch, forward, scale, wrong
+)  # fmt: skip
+def test_what_it_cannot_compute_is_found_at_the_start_and_falls_back_with_its_reason(
+    gpu, forward, internals, chosen, reason
 ):
-    runs = wrong is None
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch, forward, _flash_attn_bwd=backward_with(scale))
-    choice = choose("flash_attn_4", shape(2))
-    assert (choice.used == "flash_attn_4") == runs
-    assert (f"[flash-attn 4] failed: its {wrong} differs from that of manual" in choice.reason) != runs
+    gpu(10, 0, forward, **internals)
+    choice = chosen() if chosen else choose("flash_attn_4", shape(2))
+    assert choice.used == ("sdpa" if reason else "flash_attn_4")
+    assert choice.reason.startswith(reason or "")
 
 
-def test_the_check_has_more_than_one_tile_of_queries(gpu, monkeypatch):
-    gpu(10, 0)
+def test_the_check_has_more_than_one_tile_of_queries(gpu):
     lengths = []
 
     def noting(q, k, v, causal=False, return_lse=False):
         lengths.append(q.shape[1])
         return fake_flash_attn_4.flash_attn_func(q, k, v, causal=causal, return_lse=return_lse)
 
-    fake_flash_attn_4.install(monkeypatch, noting)
+    gpu(10, 0, noting)
     assert choose("flash_attn_4", shape(T=1024)).used == "flash_attn_4" and set(lengths) == {512}
 
 
-@pytest.mark.parametrize("compute", [(10, 0), (10, 3), (12, 0)])
-def test_it_takes_the_place_of_flash_attn_3_where_that_has_no_kernels(gpu, monkeypatch, compute):
-    gpu(*compute)
-    fake_flash_attn_4.install(monkeypatch)
-    choice = choose("flash_attn_3", shape())
-    assert (choice.asked, choice.used) == ("flash_attn_3", "flash_attn_4")
-    assert choice.reason == "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
-    for other in ((8, 0), (9, 0)):
-        gpu(*other)
-        assert choose("flash_attn_3", shape()).used == "sdpa"
-
-
-@pytest.mark.parametrize("level", ["memory_bound", "attention"])
-def test_a_block_that_is_recomputed_has_the_same_gradients(gpu, monkeypatch, level):
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
-    config, made = shape(2, n_layer=2), []
-    for recomputed in (False, True):
-        model = build_model(config, choose("flash_attn_4", config).attend).init_weights("cpu", seed=0).train()
-        for block in model.blocks if recomputed else ():
-            recompute.recompute(block, level)
-        ids = torch.arange(64).view(2, 32) % 97
-        model(ids, ids.roll(1, 1)).backward()
-        made.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(plain, again) for plain, again in zip(*made, strict=True))
-
-
-def test_it_has_no_dropout(gpu, monkeypatch):
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
-    assert choose("flash_attn_4", shape(dropout=0.1)).reason.startswith("flash_attn_4: it has no dropout")
-
-
-def keeps_apart(**needs):
-    needs["documents"] = True
-    return choose_attention("flash_attn_4", shape(2), torch.float32, CPU, manual_attention, **needs)
+# --- documents ---
 
 
 def marked(documents):
@@ -238,9 +251,8 @@ def marked(documents):
 
 
 @pytest.mark.parametrize("room", [None, 5, 40])  # asked from the device; told by the host; far too many
-def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, monkeypatch, room):
+def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, room):
     gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
     choice, (qkv, above) = keeps_apart(), inputs(shape(2))
     assert (choice.used, choice.kernel, choice.reason) == ("flash_attn_4", "flash-attn 4", "")
     starts = torch.zeros(2, 32, dtype=torch.int32)
@@ -259,9 +271,8 @@ def test_documents_of_a_micro_batch_do_not_see_each_other(gpu, monkeypatch, room
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_more_documents_than_the_host_has_told_of_end_the_run(gpu, monkeypatch):
+def test_more_documents_than_the_host_has_told_of_end_the_run(gpu):
     gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
     mask, numbers = keeps_apart().mask, torch.arange(32, dtype=torch.int32)[None]
     mask.expect(marked(3))
     with pytest.raises(RuntimeError, match="more documents than the host was told of"):
@@ -274,7 +285,6 @@ def test_more_documents_than_the_host_has_told_of_end_the_run(gpu, monkeypatch):
 def test_a_compiled_block_takes_any_number_of_documents(gpu, monkeypatch, level):
     """In training and in evaluations between. Torch ends a run at the ninth form of a block."""
     gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     choice, models = keeps_apart(), []
@@ -298,43 +308,6 @@ def test_a_compiled_block_takes_any_number_of_documents(gpu, monkeypatch, level)
     assert len(sizes) == 10
 
 
-def sees_all(q, k, v, cu_seqlens_q=None, max_seqlen_q=None, return_lse=False, **options):
-    """Does not look where a sequence begins."""
-    edges = torch.tensor([0, len(q)], dtype=torch.int32)
-    options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": len(q), "max_seqlen_k": len(q)}
-    return fake_flash_attn_4.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
-
-
-@functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
-def forgets_documents(*tensors, cu_seqlens_q=None, **options):
-    edges = cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q[[0, -1]]
-    fake_flash_attn_4._flash_attn_bwd(*tensors, **options | {"cu_seqlens_q": edges, "cu_seqlens_k": edges})
-
-
-@pytest.mark.parametrize(
-    ("internals", "why"),
-    [
-        ({"flash_attn_varlen_func": sees_all}, "documents see each other"),
-        ({"_flash_attn_bwd": forgets_documents}, "its dq differs from that of manual attention"),
-        ({"flash_attn_varlen_func": before_4}, "this release has no flash_attn_varlen_func(return_lse=...)"),
-    ],
-)
-def test_a_kernel_that_mixes_documents_is_found_at_the_start(gpu, monkeypatch, internals, why):
-    gpu(10, 0)
-    usual = {"_flash_attn_bwd": fake_flash_attn_4._flash_attn_bwd}
-    fake_flash_attn_4.install(monkeypatch, **usual | internals)
-    choice = keeps_apart()
-    assert choice.used == "sdpa" and why in choice.reason
-
-
-def test_a_captured_step_masks_documents_in_another_way(gpu, monkeypatch):
-    gpu(10, 0)
-    fake_flash_attn_4.install(monkeypatch)
-    choice = keeps_apart(captured=True)
-    assert choice.used == "sdpa" and choice.reason.startswith("flash_attn_4: use_cuda_graphs=True: how many")
-    assert choose("flash_attn_4", shape()).used == "flash_attn_4"
-
-
 def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monkeypatch, tmp_path):
     """Also its evaluations, in whose windows there are more documents than in any of training. The loader
     counts the documents of each iteration before it."""
@@ -348,7 +321,6 @@ def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monke
     losses = {}
     for asked in ("flash_attn_4", "manual"):
         gpu(10, 0)
-        fake_flash_attn_4.install(monkeypatch)
         flags = [f"--attention_backend={asked}", f"--out_dir={tmp_path / asked}", "--doc_masking=True"]
         assert train.main([str(folder / "run.py"), *flags, "--dtype=float32", "--eval_interval=4"]) == 0
         record = last_run(tmp_path / asked)
@@ -357,22 +329,3 @@ def test_a_run_with_document_masks_has_the_losses_of_manual_attention(gpu, monke
         losses[asked] = [row["loss"] for row in rows], [row["val_loss"] for row in record["eval_steps"]]
     assert all(losses["manual"]) and len(counted) == 1 + len(losses["manual"][0])
     torch.testing.assert_close(losses["flash_attn_4"], losses["manual"], atol=0, rtol=1e-5)
-
-
-def test_a_run_whose_bits_are_to_repeat_gets_the_deterministic_backward(gpu, monkeypatch):
-    gpu(10, 0)
-    asked = []
-
-    @functools.wraps(fake_flash_attn_4._flash_attn_bwd)  # with its signature
-    def noting(*tensors, deterministic, **options):
-        asked.append(deterministic)
-        fake_flash_attn_4._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
-
-    fake_flash_attn_4.install(monkeypatch, _flash_attn_bwd=noting)
-    for repeats in (False, True):
-        asked.clear()
-        choice = choose_attention(
-            "flash_attn_4", shape(2), torch.float32, CPU, manual_attention, repeats=repeats
-        )
-        forward_and_gradients(choice.attend, *inputs(shape(2)))
-        assert choice.used == "flash_attn_4" and set(asked) == {repeats}

@@ -196,6 +196,7 @@ def test_a_probe_is_compared_where_no_hash_is_recorded():
 # --- which settings conflict ---
 
 BF16_MOMENTS = {"adam_dtype": "bfloat16", "dtype": "bfloat16"}
+BF16_SUMS = {"param_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
 CONFLICTS = [  # keys, processes, what the message names
     ({"use_zero1": True, "use_fsdp": True}, 2, "use_zero1=True and use_fsdp=True"),
     ({"use_fsdp": True}, 1, "use_fsdp=True shards over processes"),
@@ -203,6 +204,16 @@ CONFLICTS = [  # keys, processes, what the message names
     ({"reshard_after_forward": True}, 2, "reshard_after_forward=True .* use_fsdp=False"),
     ({**BF16_MOMENTS, "beta1": 0.995, "beta2": 0.9}, 1, "adam_dtype='bfloat16' .* beta1=0.995"),
     ({**BF16_MOMENTS, "beta1": 0.9, "beta2": 0.995}, 1, "adam_dtype='bfloat16' .* beta2=0.995"),
+    ({**BF16_MOMENTS, "beta1": 0.995}, 1, "adam_dtype='bfloat16' rounds away .* set both to at most 0.99"),
+    ({**BF16_SUMS, "use_fsdp": True}, 2, "sums gradients in reduce_dtype; set reduce_dtype='bfloat16'"),
+    ({**BF16_SUMS, "param_dtype": "float32"}, 1, "param_dtype='float32'.*set param_dtype='bfloat16'"),
+    ({**BF16_SUMS, "low_precision": "fp8_tensorwise"}, 1, "fp8_tensorwise'.*set low_precision='none'"),
+    (
+        {"muon_momentum": 0.9},
+        1,
+        "muon_momentum=0.9 does nothing with optimizer='adamw'; set --optimizer=muon",
+    ),
+    ({"optimizer": "muon", "muon_momentum": 1.0}, 1, "muon_momentum=1.0 must be below 1"),
     (
         {"weight_rounding": "stochastic"},
         1,
@@ -249,6 +260,7 @@ ALLOWED = [  # what is near a conflict and is none
     ({**BF16_MOMENTS, "param_dtype": "bfloat16", "beta1": 0.99, "beta2": 0.99}, 1),
     ({**BF16_MOMENTS, "weight_rounding": "stochastic", "beta1": 0.995, "beta2": 0.999}, 1),
     ({"param_dtype": "bfloat16", "weight_rounding": "stochastic", "beta2": 0.999}, 1),
+    ({"optimizer": "muon", "muon_momentum": 0.9}, 1),
     ({"low_precision": "fp8_tensorwise", "dtype": "bfloat16"}, 1),
     ({"backend": "gloo", "device": "cpu"}, 1),
     ({"backend": "nccl", "device": "cuda"}, 8),

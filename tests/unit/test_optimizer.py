@@ -3,16 +3,15 @@
 import pytest
 import torch
 from support.helpers import TINY
+from support.tensors import close
 from support.updates import update
 
-from common.errors import UserError
 from model_builder import build_model
 from ops.quantization import adamw as plain
 from training.configuration.keys import TrainConfig
-from training.configuration.rules import check
 from training.optimization import adamw
 from training.optimization.optimizer import build_optimizer, describe_optimizer
-from training.strategies.strategy import Shard, norms
+from training.strategies.strategy import Shard, norm, norms
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
 STEPS = 20
@@ -60,29 +59,29 @@ class TorchAdamW:
         self.engine.step()
 
 
+def trained_beside_torch_s(settings: TrainConfig, dtype=torch.float32):
+    """What ours and torch's fused one, in fp32, have made of the same weights: {name: tensor} of both."""
+    found = []
+    for made, build in (
+        (shards(dtype), lambda made: build_optimizer(made, settings)),
+        (shards(), TorchAdamW),
+    ):
+        optimizer = build(made)
+        train(made, optimizer)
+        state = {f"{s.name}.{k}": t.clone() for s in made for k, t in optimizer.kept(s).items()}
+        found.append(state | {s.name: s.local.detach().clone() for s in made})
+    return found
+
+
 def train(made: list[Shard], optimizer, steps=range(STEPS)) -> None:
     for step in steps:
         give_gradients(made, step)
         update(optimizer, 1e-2 / (1 + step), 4.0)
 
 
-def tensors(made: list[Shard], optimizer) -> dict[str, torch.Tensor]:
-    """Copies of all weights and of all that the optimizer keeps."""
-    state = {f"{s.name}.{k}": t.clone() for s in made for k, t in optimizer.kept(s).items()}
-    return state | {s.name: s.local.detach().clone() for s in made}
-
-
-def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours.float() - theirs).norm() / theirs.norm()).item()
-
-
 def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
-    ours, theirs = shards(), shards()
-    optimizer, reference = build_optimizer(ours, config()), TorchAdamW(theirs)
-    train(ours, optimizer)
-    train(theirs, reference)
-    expected = tensors(theirs, reference)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(ours, optimizer).items())
+    ours, theirs = trained_beside_torch_s(config())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 @pytest.mark.parametrize("part", [1, 5, 2**22])
@@ -90,13 +89,9 @@ def test_the_plain_form_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch,
     """Also in parts, of which the last may be shorter."""
     monkeypatch.setattr(plain, "CHUNK", part)
     monkeypatch.setattr(adamw, "fused_adamw", plain.plain_adamw)
-    ours, theirs = shards(), shards()
-    optimizer, reference = build_optimizer(ours, config()), TorchAdamW(theirs)
-    train(ours, optimizer)
-    train(theirs, reference)
-    expected = tensors(theirs, reference)
-    for name, tensor in tensors(ours, optimizer).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+    ours, theirs = trained_beside_torch_s(config())
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +105,16 @@ def test_the_plain_form_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch,
 def test_bf16_storage_follows_fp32_within_its_rounding(dtypes, weights, moments):
     """bf16 has 8 significant bits: rounding to nearest is at most 2^-9 = 0.2 % off, at every update."""
     settings = config(**dtypes)
-    ours, theirs = shards(torch.bfloat16 if "param_dtype" in dtypes else torch.float32), shards()
-    optimizer, reference = build_optimizer(ours, settings), TorchAdamW(theirs)
-    train(ours, optimizer)
-    train(theirs, reference)
-    found, expected = tensors(ours, optimizer), tensors(theirs, reference)
+    found, expected = trained_beside_torch_s(settings, getattr(torch, settings.param_dtype))
     for name in ("matrix", "norm"):
-        assert str(found[name].dtype) == f"torch.{settings.param_dtype}"
-        assert error(found[name], expected[name]) < weights
         assert found[f"{name}.step"] == STEPS
-        for moment in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
-            assert str(found[moment].dtype) == f"torch.{settings.adam_dtype}"
-            assert error(found[moment], expected[moment]) < moments
+        for key, dtype, bound in (
+            (name, settings.param_dtype, weights),
+            (f"{name}.exp_avg", settings.adam_dtype, moments),
+            (f"{name}.exp_avg_sq", settings.adam_dtype, moments),
+        ):
+            assert str(found[key].dtype) == f"torch.{dtype}"
+            close(found[key], expected[key], bound)
 
 
 @pytest.mark.parametrize("dtypes", [{}, {"adam_dtype": "bfloat16"}, {"adam_dtype": "8bit"}])
@@ -159,15 +152,6 @@ def test_a_second_moment_in_bf16_forgets_at_every_beta_that_is_allowed():
     assert forgotten(0.999, weight_rounding="stochastic") == pytest.approx(0.74, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["beta1", "beta2"])
-def test_a_beta_at_which_a_bf16_moment_would_not_forget_is_refused(name):
-    stored = {"device": "cpu", "adam_dtype": "bfloat16"}
-    check(TrainConfig(**stored, **{name: 0.99}), 1)
-    with pytest.raises(UserError, match="adam_dtype='bfloat16' rounds away .* set both to at most 0.99"):
-        check(TrainConfig(**stored, **{name: 0.995}), 1)
-    check(TrainConfig(**stored, **{name: 0.995, "weight_rounding": "stochastic"}), 1)
-
-
 @pytest.mark.parametrize("dtypes", [{"adam_dtype": "bfloat16"}, STOCHASTIC])
 def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
     """Also the rate's: if a value were read, a GPU would be waited for, and a graph would keep one rate."""
@@ -184,6 +168,9 @@ def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
     optimizer.step(*scalars)
 
 
-def test_the_norm_of_many_numbers_is_added_in_float64():
-    many = torch.full((1 << 22,), 0.1)  # in float32: 0.2 % off
-    assert norms([many]).item() == pytest.approx(many[0].item() * 2**11, rel=1e-9)
+def test_the_norm_of_millions_of_gradients_is_that_of_doubles():
+    """One after another, fp32 squares would be 1e-4 off at 5 million."""
+    gradient = torch.full((5_000_000,), 0.1)
+    exact = gradient[0].item() * 5_000_000**0.5
+    assert norms([gradient]).item() == pytest.approx(exact, rel=1e-9)
+    assert norm([gradient]).item() == pytest.approx(exact, rel=1e-7)

@@ -189,6 +189,7 @@ def test_the_forward_matmul_is_that_of_the_reference():
     x4, w4 = nvfp4.quantize(x), nvfp4.quantize(weight, SQUARE)
     products = nvfp4.dequantize_blocks(x4).float() @ nvfp4.dequantize_blocks(w4).float().t()
     factor = x4.amax * w4.amax / nvfp4.LARGEST**2
+    assert nvfp4.global_factor(x4) * nvfp4.global_factor(w4) == pytest.approx(factor.item(), rel=1e-6)
     assert torch.equal((products * factor).bfloat16(), expected)
     assert error(nvfp4.dequantize(x4) @ nvfp4.dequantize(w4).t(), expected) < 0.005
 
