@@ -87,7 +87,7 @@ def test_fp32_has_no_flash_attention():
 
 @pytest.fixture
 def looks_like(monkeypatch):
-    """looks_like(9, 0, flash_attn=function): this machine looks like such a GPU to the flash-attn backends, and
+    """looks_like(9, 0, flash_attn=function): this machine looks like such a GPU to the backends, and
     has a package whose flash_attn_func is that, or none. Gives the calls that it will have had."""
 
     def looks_like(*compute, **packages):

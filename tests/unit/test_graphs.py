@@ -2,10 +2,11 @@
 each known way to break a capture, with what the eager step gives and what the replays give."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
-from support.graphed_runs import Fake, build, graphed, same, train, weights
+from support.graphed_runs import ITERATIONS, Fake, build, graphed, same, train, weights
 from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.errors import RunError
@@ -19,6 +20,23 @@ from training.optimization.update_guard import LOSS_SPIKE
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("graphs") / "tokens", train_tokens=100_000)
+
+
+def state_of(parts) -> list[torch.Tensor]:
+    """All that an iteration changes: also random numbers, the spike window and what low precision keeps."""
+    return [*weights(parts), *(tensor.clone() for tensor in parts.state.optional_tensors().values())]
+
+
+@pytest.fixture(scope="module")
+def eager(dataset):
+    """eager(iterations, **keys): the results of the eager step, and the state after them."""
+
+    @functools.cache
+    def eager(iterations=ITERATIONS, **keys):
+        parts = build(dataset, **keys)
+        return train(parts, iterations=range(iterations)), state_of(parts)
+
+    return eager
 
 
 # --- what a replay returns ---
@@ -49,32 +67,26 @@ def test_a_field_that_is_missing_is_an_error_and_never_the_value_of_another(miss
     "keys",
     [
         {},
-        {"gradient_accumulation_steps": 3, "dropout": 0.1},
+        {"gradient_accumulation_steps": 3, "dropout": 0.1, "skip_spikes": 6.0},
         {"dtype": "float16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
         {"dtype": "bfloat16", "low_precision": "fp8_delayed"},
     ],
 )
-def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(dataset, graph_lines, keys):
-    eager, parts, fake = build(dataset, **keys), build(dataset, **keys), Fake()
-    expected = train(eager)
-    eager_generator = torch.get_rng_state()
-    torch.manual_seed(7)
+def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(dataset, eager, graph_lines, keys):
+    (expected, state), parts, fake = eager(**keys), build(dataset, **keys), Fake()
     step = graphed(parts, fake)
     assert train(parts, step) == expected
-    assert same(weights(parts), weights(eager))
-    assert same(*(list(each.state.recipe.state().values()) for each in (parts, eager)))
-    assert torch.equal(torch.get_rng_state(), eager_generator)
+    assert same(state_of(parts), state)
     assert fake.captures == 2  # without and with the gradient's sum
     assert step.snapshot is None and step.references == []
     assert step.choice == {"asked": "CUDA Graph", "used": "CUDA Graph", "reason": None}
-    first, second, third = graph_lines()
+    first, second, third = graph_lines()[-3:]
     assert first == "CUDA Graph: capture after 10 iterations"
     assert second.startswith("CUDA Graph: replaying from iteration 10 (bit-equal to the eager step;")
-    assert third.startswith(
-        "CUDA Graph: replaying also with the gradient's sum (bit-equal to the eager step;"
-    )
+    also = "CUDA Graph: replaying also with the gradient's sum (bit-equal to the eager step;"
+    assert third.startswith(also)
 
 
 def fails(run, fake):
@@ -163,14 +175,13 @@ def second_replay_fails(run, fake):
     ],
     ids=["error", "gradient", "weights", "verdict", "stale", "batch", "rate", "second"],
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_bad_capture_is_refused_and_costs_nothing(dataset, graph_lines, spoil, reason, dropout):
-    eager, parts, fake = build(dataset, dropout=dropout), build(dataset, dropout=dropout), Fake(spoil)
-    expected = train(eager)
-    torch.manual_seed(7)
+def test_a_bad_capture_is_refused_and_costs_nothing(dataset, eager, graph_lines, spoil, reason):
+    """Also no number of the generator, which draws dropout's masks."""
+    expected, state = eager(dropout=0.1)
+    parts, fake = build(dataset, dropout=0.1), Fake(spoil)
     step = graphed(parts, fake)
     assert train(parts, step) == expected
-    assert same(weights(parts), weights(eager))
+    assert same(state_of(parts), state)
     assert fake.captures == 1 and fake.closed and not step.replays
     assert step.choice["used"] == "eager step" and reason in step.choice["reason"]
     assert "\n" not in step.choice["reason"]
@@ -187,62 +198,58 @@ def rounds(run, fake):
     return replay
 
 
-def test_rounding_is_within_tolerance_and_the_run_goes_on_from_the_eager_state(dataset, graph_lines):
-    eager, parts, iterations = build(dataset), build(dataset), range(EAGER_ITERS)
+def test_rounding_is_within_tolerance_and_the_run_goes_on_from_the_eager_state(dataset, eager, graph_lines):
+    expected, state = eager(EAGER_ITERS)
+    parts = build(dataset)
     step = graphed(parts, Fake(rounds))
-    assert train(parts, step, iterations) == train(eager, iterations=iterations)
-    assert same(weights(parts), weights(eager))
+    assert train(parts, step, range(EAGER_ITERS)) == expected
+    assert same(state_of(parts), state)
     assert step.choice["used"] == "CUDA Graph"
     assert "within tolerance of the eager step: at most" in graph_lines()[-1]
     assert f"update of weights (allowed {UPDATE_TOLERANCE:g})" in graph_lines()[-1]
 
 
-def test_a_capture_that_stops_agreeing_when_the_sum_is_added_ends_all_replays(dataset, graph_lines):
+def test_a_capture_that_stops_agreeing_when_the_sum_is_added_ends_all_replays(dataset, eager):
     def second_fails(run, fake):
         if fake.captures == 2:
             raise RuntimeError("no memory")
         return run
 
-    eager, parts, fake = build(dataset), build(dataset), Fake(second_fails)
-    expected = train(eager)
-    step = graphed(parts, fake)
+    (expected, state), parts = eager(), build(dataset)
+    step = graphed(parts, Fake(second_fails))
     results = train(parts, step)
     assert results[16][2] is None  # that iteration was a replay without the sum; one row lacks it
     assert [r[:2] for r in results] == [e[:2] for e in expected]
     assert results[20] == expected[20]
-    assert same(weights(parts), weights(eager))
+    assert same(state_of(parts), state)
     assert step.choice == {"asked": "CUDA Graph", "used": "eager step", "reason": "RuntimeError: no memory"}
 
 
-def reason_against(dataset, fake) -> str:
+def reason_against(dataset, fake, iterations=12) -> str:
     """Why a run makes no capture."""
     parts = build(dataset)
     step = graphed(parts, fake)
-    train(parts, step, range(12))
-    assert fake.captures == 0 and fake.closed
+    train(parts, step, range(iterations))
+    assert fake.captures == 0 and step.choice["used"] == "eager step"
+    assert fake.closed == (iterations >= EAGER_ITERS)
     return step.choice["reason"]
 
 
 @pytest.mark.parametrize("which", range(REFERENCES))
 def test_a_step_that_waits_is_not_captured(dataset, which):
     """Perhaps only in one of the iterations that are looked at."""
-    waits = [[]] * REFERENCES
-    waits[which], fake = ["training/optimization/step.py:31"], Fake()
-    found = iter(waits)
-    fake.eager_with_waits = lambda run: (run(), next(found))
-    assert reason_against(dataset, fake) == f"the step waits for the GPU at {waits[which][0]}"
+    found, fake = iter(range(REFERENCES)), Fake()
+    fake.eager_with_waits = lambda run: (run(), ["training/step.py:31"] if next(found) == which else [])
+    assert reason_against(dataset, fake) == "the step waits for the GPU at training/step.py:31"
 
 
-def test_one_rank_that_cannot_keeps_all_from_it_before_any_takes_memory_for_a_snapshot(dataset, monkeypatch):
-    others = {None: "no room", True: True}  # rank 1 fails where rank 0 does not, and can go on
+def test_one_rank_that_cannot_keeps_all_from_it_and_one_that_cannot_go_on_ends_all(dataset, monkeypatch):
+    """Before any takes memory for a snapshot; rank 1 fails where rank 0 does not."""
+    others = {None: "no room", True: True}
     monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
     monkeypatch.setattr(graphs_module, "Snapshot", lambda state: pytest.fail("taken too early"))
     assert reason_against(dataset, Fake()) == "rank 1: no room"
-
-
-def test_if_any_rank_cannot_go_on_after_a_capture_that_broke_off_all_end(dataset, monkeypatch):
-    others = {None: "no room", True: False}
-    monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
+    others[True] = False
     with pytest.raises(RunError, match=r"the capture broke off \(rank 1: no room\), and FSDP cannot go on"):
         reason_against(dataset, Fake())
 
@@ -276,7 +283,7 @@ def test_a_snapshot_that_does_not_fit_is_not_begun(dataset, monkeypatch):
 
 
 def test_the_clock_stops_for_the_gate_and_for_no_iteration(dataset):
-    parts, fake, events = build(dataset), Fake(), []
+    parts, events = build(dataset), []
 
     def noted(*arguments):
         events.append("step")
@@ -288,22 +295,21 @@ def test_the_clock_stops_for_the_gate_and_for_no_iteration(dataset):
         yield
         events.append("go on")
 
-    step = graphed(parts, fake, noted, paused)
-    train(parts, step, range(EAGER_ITERS + 1), sums=())
+    train(parts, graphed(parts, Fake(), noted, paused), range(EAGER_ITERS + 1), sums=())
     eager = ["step"] * (EAGER_ITERS - REFERENCES)
     gate = ["pause", *["step"] * REFERENCES, "go on"]  # the replays; a fake makes them by the step
     assert events == [*eager, "pause", "go on", *["step"] * REFERENCES, *gate, "step"]
 
 
 def test_another_shape_runs_eagerly_between_replays(dataset):
-    eager, parts = build(dataset), build(dataset)
+    plain, parts = build(dataset), build(dataset)
     step = graphed(parts, Fake())
-    for each, run in ((eager, eager.step), (parts, step)):
+    for each, run in ((plain, plain.step), (parts, step)):
         train(each, run, range(12))
         x, y = each.loader.next()
         run(x[:, :2].contiguous(), y[:, :2].contiguous(), 1e-3)
         train(each, run, range(3))
-    assert same(weights(parts), weights(eager))
+    assert same(weights(parts), weights(plain))
     assert step.choice["used"] == "CUDA Graph"
 
 
@@ -321,43 +327,17 @@ def test_a_gradient_that_is_not_finite_is_no_difference(dataset):
     assert step.choice["used"] == "CUDA Graph"
 
 
-def test_after_close_the_step_is_eager(dataset):
-    eager, parts, fake = build(dataset), build(dataset), Fake()
+def test_after_close_the_step_is_eager(dataset, eager):
+    parts, fake = build(dataset), Fake()
     step = graphed(parts, fake)
-    expected = train(eager, iterations=range(14))
     results = train(parts, step, range(12))
     step.close()
     assert fake.closed
-    assert results + train(parts, step, range(12, 14)) == expected
+    assert results + train(parts, step, range(12, 14)) == eager(14)[0]
 
 
 def test_a_run_that_ends_early_says_so(dataset):
-    parts = build(dataset)
-    step = graphed(parts, Fake())
-    train(parts, step, range(5))
-    assert step.choice["used"] == "eager step"
-    assert step.choice["reason"] == "the run ended within its first 10 iterations"
-
-
-def test_a_snapshot_comes_back_bit_for_bit(dataset):
-    parts = build(dataset, dropout=0.1, dtype="bfloat16", skip_spikes=6.0)
-
-    def now() -> list[torch.Tensor]:
-        guard = [tensor.clone() for tensor in parts.state.update_guard.state().values()]
-        return [*weights(parts), *guard, torch.get_rng_state()]
-
-    train(parts, iterations=range(3))
-    first, snapshot = now(), Snapshot(parts.state)
-    train(parts, iterations=range(2))
-    second = now()
-    assert parts.state.update_guard.accepted == 5
-    snapshot.swap()
-    assert same(now(), first)
-    assert snapshot.change["step"] > 0 and snapshot.change["weights"] > 0
-    for shard in parts.state.strategy.shards:
-        assert torch.equal(shard.parameter, shard.local.to(shard.parameter.dtype))
-    snapshot.put_back()
-    assert same(now(), second)
+    assert reason_against(dataset, Fake(), 5) == "the run ended within its first 10 iterations"
 
 
 TRY_IT = "off; try --use_cuda_graphs=True, "

@@ -1,5 +1,5 @@
-"""MXFP8 against torchao, NVFP4 and its Hadamard transform against TransformerEngine's Python reference; and the
-operands that emulate both: their random bits, and torch.compile."""
+"""MXFP8 against torchao, NVFP4 and its Hadamard transform against TransformerEngine's Python reference; and
+the operands that emulate both: their random bits, and torch.compile."""
 
 import pytest
 import torch
