@@ -10,50 +10,36 @@ from training.configuration.keys import TrainConfig
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.description import describe_hardware
-from training.hardware.peaks import (
-    GPUS,
-    Peak,
-    agree_on_peak,
-    measure_peak,
-    resolve_peak,
-    table_peak,
-)
+from training.hardware.peaks import GPUS, Peak, agree_on_peak, measure_peak, resolve_peak, table_peak
 from training.optimization.low_precision import recipe_class
 from training.process.world import World
 
-BF16_AND_FP8_TFLOPS = {  # datasheets: dense bf16 and fp8, by the device's own name
-    "NVIDIA B200": (2250, 4500),
-    "NVIDIA B300": (2250, 4500),
-    "NVIDIA B300 SXM6 AC": (2250, 4500),
-    "NVIDIA GB200": (2500, 5000),
-    "NVIDIA GB300": (2500, 5000),
-    "NVIDIA H200": (989.4, 1978.9),
-    "NVIDIA H200 NVL": (835, 1670.5),
-    "NVIDIA GH200 480GB": (989.4, 1978.9),
-    "NVIDIA GH200 120GB": (989.4, 1978.9),
-    "NVIDIA GH200 144G HBM3e": (989.4, 1978.9),
-    "NVIDIA H100 80GB HBM3": (989.4, 1978.9),
-    "NVIDIA H100 PCIe": (756, 1513),
-    "NVIDIA H100 NVL": (835, 1670.5),
-    "NVIDIA A100-SXM4-40GB": (312, None),
-    "NVIDIA A100-SXM4-80GB": (312, None),
-    "NVIDIA A100-PCIE-40GB": (312, None),
-    "NVIDIA A100 80GB PCIe": (312, None),
-    "NVIDIA H800": (989.4, 1978.9),
-    "NVIDIA H800 PCIe": (756, 1513),
-    "NVIDIA H20": (148, 296),
-    "NVIDIA H20-3e": (148, 296),
-    "NVIDIA RTX A6000": (154.8, None),
-    "NVIDIA A10G": (70, None),
-    "NVIDIA GeForce RTX 3090": (71, None),
-    "NVIDIA L4": (121, 242.5),
-    "NVIDIA L40S": (362, 733),
-    "NVIDIA GeForce RTX 4090": (165.2, 330.3),
-    "NVIDIA GeForce RTX 5090": (209.5, 419),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8, 1007.6),
-    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": (438.9, 877.9),
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (500, 1000),
+DATASHEETS = {  # dense bf16 and fp8 TFLOPS: the devices' own names
+    (2250, 4500): ("NVIDIA B200", "NVIDIA B300", "NVIDIA B300 SXM6 AC"),
+    (2500, 5000): ("NVIDIA GB200", "NVIDIA GB300"),
+    (989.4, 1978.9): (
+        *("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA GH200 120GB", "NVIDIA GH200 144G HBM3e"),
+        *("NVIDIA H100 80GB HBM3", "NVIDIA H800"),
+    ),
+    (835, 1670.5): ("NVIDIA H200 NVL", "NVIDIA H100 NVL"),
+    (756, 1513): ("NVIDIA H100 PCIe", "NVIDIA H800 PCIe"),
+    (312, None): (
+        *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"),
+        "NVIDIA A100 80GB PCIe",
+    ),
+    (148, 296): ("NVIDIA H20", "NVIDIA H20-3e"),
+    (154.8, None): ("NVIDIA RTX A6000",),
+    (70, None): ("NVIDIA A10G",),
+    (71, None): ("NVIDIA GeForce RTX 3090",),
+    (121, 242.5): ("NVIDIA L4",),
+    (362, 733): ("NVIDIA L40S",),
+    (165.2, 330.3): ("NVIDIA GeForce RTX 4090",),
+    (209.5, 419): ("NVIDIA GeForce RTX 5090",),
+    (503.8, 1007.6): ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
+    (438.9, 877.9): ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",),
+    (500, 1000): ("NVIDIA RTX PRO 6000 Blackwell Server Edition",),
 }
+BF16_AND_FP8_TFLOPS = {name: figures for figures, names in DATASHEETS.items() for name in names}
 UNSTATED = ("NVIDIA GB10", "Tesla T4")  # in the table for their compute capability
 NEIGHBOURS = (  # each of them is another chip, or a part of one, than the entry that its name resembles
     *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D"),
@@ -92,11 +78,11 @@ def test_every_entry_agrees_with_the_table_of_capabilities():
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-def test_an_unknown_gpu_never_gets_a_neighbours_peak(name, precision):
-    peak = table_peak(name, precision)
-    assert peak.tflops is peak.flops is None and repr(name) in peak.reason
-    assert table_peak("NVIDIA B200", precision, compute=(10, 3)).tflops is None, "a B300's capability"
+def test_an_unknown_gpu_never_gets_a_neighbours_peak(name):
+    for precision in ("bfloat16", "fp8"):
+        peak = table_peak(name, precision)
+        assert peak.tflops is peak.flops is None and repr(name) in peak.reason
+        assert table_peak("NVIDIA B200", precision, compute=(10, 3)).tflops is None, "a B300's capability"
 
 
 ANOTHER = (
@@ -154,10 +140,20 @@ def test_the_fp4_peak_is_the_makers_or_none_with_the_reason(name, dense, sparse)
     assert dense or "no fp4 peak for the" in found[0].reason
 
 
-def test_a_stated_or_measured_peak_is_not_that_of_fp4(looks_like):
+@pytest.fixture
+def looks_like(monkeypatch):
+    """looks_like(compute): this machine's device has that compute capability."""
+    return lambda compute: monkeypatch.setattr(hardware, "capability", lambda _: lookup(compute, "a GPU"))
+
+
+@pytest.mark.parametrize("stated", [1000.0, "measure"])
+def test_a_stated_or_measured_peak_is_not_that_of_fp4_or_fp8(looks_like, stated):
     looks_like((10, 0))
-    assert resolve_peak(1000.0, "NVIDIA B200", "fp4", False, "cuda").tflops == 9000
-    assert resolve_peak("measure", "NVIDIA B200", "fp4", False, "cuda").tflops == 9000
+    assert resolve_peak(stated, "NVIDIA B200", "fp4", False, "cuda").tflops == 9000
+    looks_like((9, 0))
+    assert resolve_peak(1000.0, "NVIDIA H200", "fp8", False, "cuda").tflops == 1978.9
+    peak = resolve_peak(1000.0, "NVIDIA L20", "fp8", False, "cuda")
+    assert peak.tflops is None and "state its" not in peak.reason
 
 
 @pytest.mark.parametrize(
@@ -172,27 +168,13 @@ def test_a_run_has_the_peak_of_the_format_of_its_matmuls(monkeypatch, recipe, fo
     assert list(hopper.of_formats) == (["fp8"] if recipe == "fp8_delayed" else [])
 
 
-def test_a_stated_peak_is_taken_as_it_is():
-    for stated, name, sparse in (
-        (123.5, "NVIDIA L20", False),
-        (0.5, None, True),
-        (1000.0, "NVIDIA H200", True),
-    ):
-        peak = resolve_peak(stated, name, "bfloat16", sparse, "cuda" if name else "cpu")
-        assert (peak.tflops, peak.source, peak.sparse) == (stated, "stated by peak_tflops", sparse)
-
-
-@pytest.fixture
-def looks_like(monkeypatch):
-    """looks_like(compute): this machine's device has that compute capability."""
-    return lambda compute: monkeypatch.setattr(hardware, "capability", lambda _: lookup(compute, "a GPU"))
-
-
-def test_a_stated_peak_is_not_the_fp8_peak(looks_like):
-    looks_like((9, 0))
-    assert resolve_peak(1000.0, "NVIDIA H200", "fp8", False, "cuda").tflops == 1978.9
-    peak = resolve_peak(1000.0, "NVIDIA L20", "fp8", False, "cuda")
-    assert peak.tflops is None and "state its" not in peak.reason
+@pytest.mark.parametrize(
+    ("stated", "name", "sparse"),
+    [(123.5, "NVIDIA L20", False), (0.5, None, True), (1000.0, "NVIDIA H200", True)],
+)
+def test_a_stated_peak_is_taken_as_it_is(stated, name, sparse):
+    peak = resolve_peak(stated, name, "bfloat16", sparse, "cuda" if name else "cpu")
+    assert (peak.tflops, peak.source, peak.sparse) == (stated, "stated by peak_tflops", sparse)
 
 
 def test_without_a_setting_the_peak_is_the_tables(looks_like):
@@ -204,18 +186,15 @@ def test_without_a_setting_the_peak_is_the_tables(looks_like):
     assert "but this one reports 10.0" in resolve_peak(None, name, "bfloat16", True, "cuda").reason
 
 
-def test_a_measured_peak_is_that_of_the_fastest_repeat(monkeypatch):
+def test_a_measured_peak_is_that_of_the_fastest_repeat_after_the_warm_up(monkeypatch):
+    ends, calls = iter([7.0, 17.0, 18.0, 20.0]), []
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware.time, "perf_counter", lambda: next(ends))
+        assert hardware._timings(calls.append, 2, 2, torch.device("cpu")) == [1.0, 2.0]
+    assert calls == [0, 1, 2, 3]
     monkeypatch.setattr(hardware, "_timings", lambda *_: [0.5, 0.25, 1.0])
     monkeypatch.setattr(hardware, "CPU_GEMM", 100)
     assert measure_peak("float32", "cpu").tflops == 2 * 100**3 / 0.25 / 1e12
-
-
-def test_repeats_are_timed_from_the_end_of_the_warm_up(monkeypatch):
-    ends = iter([7.0, 17.0, 18.0, 20.0])
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(ends))
-    calls = []
-    assert hardware._timings(calls.append, 2, 2, torch.device("cpu")) == [1.0, 2.0]
-    assert calls == [0, 1, 2, 3]
 
 
 def test_a_measured_peak_is_labelled_and_leaves_the_seed_alone():
@@ -228,12 +207,9 @@ def test_a_measured_peak_is_labelled_and_leaves_the_seed_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like):
+def test_fp8_is_measured_with_its_tensor_cores_and_operands_that_every_gpu_takes(looks_like, monkeypatch):
     looks_like((8, 6))
     assert "compute capability of 8.9 or above" in measure_peak("fp8", "cuda").reason
-
-
-def test_a_measured_fp8_peak_is_of_operands_that_every_gpu_takes(looks_like, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *_, **kwargs: calls.append((a, b, kwargs)))
     looks_like((10, 0))

@@ -196,6 +196,11 @@ def test_a_probe_is_compared_where_no_hash_is_recorded():
 # --- which settings conflict ---
 
 BF16_MOMENTS = {"adam_dtype": "bfloat16", "dtype": "bfloat16"}
+FP8_RECOMPUTED = {"low_precision": "fp8_tensorwise", "activation_checkpointing": "memory_bound"}
+FP8_RECOMPUTED |= {"arch_preset": "qwen3", "dtype": "bfloat16", "n_head": 4, "n_embd": 128}
+WITH_BIASES = {**FP8_RECOMPUTED, "arch_preset": "llama", "qkv_bias": True}
+QUACK = {"ffn_backend": "quack", "arch_preset": "qwen3"}
+NOTHING_SAVED = "saves nothing here.* set activation_checkpointing='attention'"
 BF16_SUMS = {"param_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
 CONFLICTS = [  # keys, processes, what the message names
     ({"use_zero1": True, "use_fsdp": True}, 2, "use_zero1=True and use_fsdp=True"),
@@ -223,6 +228,16 @@ CONFLICTS = [  # keys, processes, what the message names
     ({"param_dtype": "bfloat16", "dtype": "float16"}, 1, "param_dtype='bfloat16' .* dtype='float16'"),
     ({"low_precision": "fp8_tensorwise", "dtype": "float16"}, 1, "low_precision=.* dtype='float16'"),
     ({"low_precision": "fp8_tensorwise", "dtype": "float32"}, 1, "low_precision=.* dtype='float32'"),
+    *(
+        (
+            {**QUACK, "activation_checkpointing": level},
+            1,
+            f"{level}' makes again .* set activation_checkpointing",
+        )
+        for level in ("memory_bound", "attention")
+    ),
+    (WITH_BIASES, 1, NOTHING_SAVED),
+    ({**FP8_RECOMPUTED, "doc_masking": True}, 1, NOTHING_SAVED),
     ({"backend": "nccl", "device": "cpu"}, 1, "backend='nccl' needs device='cuda'"),
     ({"trackers": "wandb"}, 1, "trackers='wandb' needs wandb"),
     ({"peak_tflops": "guess"}, 1, "peak_tflops='guess' is neither"),
@@ -262,6 +277,10 @@ ALLOWED = [  # what is near a conflict and is none
     ({"param_dtype": "bfloat16", "weight_rounding": "stochastic", "beta2": 0.999}, 1),
     ({"optimizer": "muon", "muon_momentum": 0.9}, 1),
     ({"low_precision": "fp8_tensorwise", "dtype": "bfloat16"}, 1),
+    (FP8_RECOMPUTED, 1),
+    ({**FP8_RECOMPUTED, "arch_preset": "llama", "head_dim": 24}, 1),
+    ({**WITH_BIASES, "activation_checkpointing": "attention"}, 1),
+    ({**WITH_BIASES, "low_precision_skip_first": 1}, 1),
     ({"backend": "gloo", "device": "cpu"}, 1),
     ({"backend": "nccl", "device": "cuda"}, 8),
     ({"peak_tflops": "measure"}, 1),

@@ -7,14 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.helpers import ROOT
 from support.hf_models import gather
 
 from bench.peers.hugging_face import build
 from model_builder import build_model
 from model_config import PRESETS, ModelConfig, model_config
 from ops.activation import Activation
-from training.configuration.files_and_flags import load_config
 from training.pretrained.names import pieces
 
 VOCAB, T, BATCH = 97, 32, 2
@@ -145,25 +143,7 @@ def test_rows_of_gate_and_up_take_turns_in_a_gated_feed_forward(activation):
     torch.testing.assert_close(ffn(Activation(x))[0], ffn.down(act * up), rtol=1e-5, atol=1e-5)
 
 
-# --- sizes ---
-
-PARAMETERS = {  # README.md
-    "full_gpt2_1.36b.py": 1_267_322_112,
-    "full_llama_1.36b.py": 1_294_159_104,
-    "full_llama2_1.36b_b200_optimal.py": 1_294_159_104,
-    "full_llama3_1.5b_optimal.py": 1_544_628_224,
-    "full_llama3_2.2b_chinchilla.py": 2_224_154_624,
-    "full_qwen3_1.8b_optimal.py": 1_830_395_904,
-    "full_qwen3_1.8b_b200_optimal.py": 1_830_395_904,
-}
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "config").glob("full_*.py")))
-def test_every_full_config_has_the_published_parameter_count(name):
-    config = load_config([str(ROOT / "config" / name)]).model_config()
-    model = build_model(config)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert model.count_parameters()["total"] == PARAMETERS[name]
+# --- sizes; how many parameters the full configs have, is in tests/docs/test_numbers.py ---
 
 
 def test_presets_have_the_published_constants():

@@ -12,14 +12,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from common.errors import UserError
 from model import manual_attention
 from model_builder import build_model, count_flops
 from ops.activation import no_delta
 from ops.heads import Rotary
 from ops.linear import Linear, refresh_weights
 from training.configuration.keys import TrainConfig
-from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
 from training.memory.activations import kept_by_a_block
 from training.memory.sizes import Sizes
@@ -85,17 +83,13 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_and_gradients_are_those_without_recomputation_bit_for_bit(kind, fused):
-    expected = micro_steps(make(configure(kind), fused=fused))
-    for level in LEVELS:
-        assert_same(micro_steps(make(configure(kind, level), fused=fused)), expected)
+    assert_levels_same(lambda level: make(configure(kind, level), fused=fused))
 
 
 @pytest.mark.parametrize("attend", [_sdpa_default, manual_attention])
 def test_the_masks_of_dropout_are_drawn_again(attend):
-    expected = micro_steps(make(configure("qwen3", dropout=0.2), attend))
-    assert expected[0] != micro_steps(make(configure("qwen3"), attend))[0]
-    for level in LEVELS:
-        assert_same(micro_steps(make(configure("qwen3", level, dropout=0.2), attend)), expected)
+    losses, _ = assert_levels_same(lambda level: make(configure("qwen3", level, dropout=0.2), attend))
+    assert losses != micro_steps(make(configure("qwen3"), attend))[0]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -179,6 +173,14 @@ def compiled(kind: str, level: str, **changed):
     return model
 
 
+def assert_levels_same(make_model):
+    """make_model(level): losses and gradients of each level are those without recomputation, bit for bit."""
+    expected = micro_steps(make_model("none"))
+    for level in LEVELS:
+        assert_same(micro_steps(make_model(level)), expected)
+    return expected
+
+
 def assert_kept_as_estimated(kind: str, level: str):
     model = compiled(kind, level)
     x = torch.randn(B, T, 128, dtype=torch.bfloat16).requires_grad_()
@@ -209,55 +211,28 @@ def test_a_compiled_block_keeps_what_the_estimate_says(kind, level):
 def test_the_kernel_of_the_heads_runs_again_where_that_saves_memory(kind, monkeypatch):
     """As on a GPU: without QK-norm, nothing keeps qkv beside q and k, until attention is made again."""
     fake_heads.use(monkeypatch)
-    expected = micro_steps(make(configure(kind), fused=True))
+    assert_levels_same(lambda level: make(configure(kind, level), fused=True))
     for level in LEVELS:
-        assert_same(micro_steps(make(configure(kind, level), fused=True)), expected)
         assert_kept_as_estimated(kind, level)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4"])
 def test_layers_in_low_precision_have_the_same_bits(recipe, monkeypatch):
     fake_heads.use(monkeypatch)
-
-    def steps(level):
-        return micro_steps(make(configure("qwen3", level, low_precision=recipe)))
-
-    expected = steps("none")
-    for level in LEVELS:
-        assert_same(steps(level), expected)
+    assert_levels_same(lambda level: make(configure("qwen3", level, low_precision=recipe)))
 
 
 @pytest.mark.parametrize("kind", ["llama with biases", "qwen3"])
 def test_compiled_blocks_have_the_same_bits_and_are_compiled_as_one(kind):
     """With RMSNorm: the compiler takes LayerNorm apart, and rounds otherwise than the operation that makes it
     again on a CPU. On a GPU both are one kernel."""
-    counters = torch._dynamo.utils.counters
-    expected = micro_steps(compiled(kind, "none", dropout=0.2))
-    for level in LEVELS:
-        model = compiled(kind, level, dropout=0.2)
+    counters, graphs = torch._dynamo.utils.counters, []
+
+    def model(level):
+        graphs.append(counters["stats"]["unique_graphs"])
+        made = compiled(kind, level, dropout=0.2)
         counters.clear()
-        assert_same(micro_steps(model), expected)
-        assert counters["stats"]["unique_graphs"] == 1
+        return made
 
-
-# --- what does not go together ---
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_quack_keeps_what_the_levels_make_again(level):
-    with pytest.raises(UserError, match=f"{level}' makes again .* set activation_checkpointing='selective'"):
-        check(configure("qwen3", level, ffn_backend="quack"), 1)
-
-
-def test_a_level_that_saves_nothing_is_refused():
-    fp8 = {"low_precision": "fp8_tensorwise"}
-    for config in (
-        configure("llama with biases", "memory_bound", **fp8),
-        configure("qwen3", "memory_bound", doc_masking=True, **fp8),
-    ):
-        with pytest.raises(UserError, match="saves nothing here.* set activation_checkpointing='attention'"):
-            check(config, 1)
-    check(configure("qwen3", "memory_bound", **fp8), 1)
-    check(configure("llama", "memory_bound", **fp8), 1)
-    check(configure("llama with biases", "attention", **fp8), 1)
-    check(configure("llama with biases", "memory_bound", low_precision_skip_first=1, **fp8), 1)
+    assert_levels_same(model)
+    assert [*graphs[1:], counters["stats"]["unique_graphs"]] == [1] * 3
