@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from support.gpu_runs import TWO_GPUS, needs_fp8
 from support.graphed_runs import ON_GPU
 from support.helpers import (
     TINY,
@@ -15,13 +16,11 @@ from support.helpers import (
     launch,
     make_dataset,
     run_in_one_launch,
+    torchrun_command,
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, TWO_GPUS]
 
 ITERATIONS = 24
 GRAPHS = "--use_cuda_graphs=True"
@@ -75,8 +74,8 @@ def check_equal(folder, eager: str, graphs: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_run_bit_for_bit(folder, name):
     """With evaluations between replays, whose weights FSDP gathers for itself, and gradient sums."""
-    if name.endswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matmuls")
+    if name.endswith("fp8"):
+        needs_fp8()
     eager, graphs = f"{name}-eager", f"{name}-graphs"
     run_all(folder, {eager: CASES[name], graphs: [*CASES[name], GRAPHS]})
     check_equal(folder, eager, graphs)
@@ -99,7 +98,7 @@ def test_a_zero1_run_goes_on_after_a_capture_that_failed_on_one_rank(folder, mon
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # as train.py does
     results = folder / "results.json"
     worker = ["tests/support/graphs_worker.py", folder / "tokens", results, "cuda"]
-    launch([["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *worker]])
+    launch([[*torchrun_command(2), *worker]])
     for rank in json.loads(results.read_text()):
         found = rank["failure"]
         assert found["choice"]["used"] == "eager step"

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from support.gpu_runs import losses
+from support.gpu_runs import TWO_GPUS, losses, needs_fp8
 from support.gpu_runs import train as run_it
 from support.graphed_runs import ON_GPU, build, captured, rate, same, train, weights
 from support.helpers import TINY, evaluations, make_dataset, write_config
@@ -21,32 +21,26 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("graphs") / "tokens", train_tokens=100_000, eot_id=0)
 
 
+STOCHASTIC = {"param_dtype": "bfloat16", "weight_rounding": "stochastic"}
+COMPILED = {"compile": True, "gradient_accumulation_steps": 2}
 CASES = {
     "plain": {},
-    "compiled": {"compile": True, "gradient_accumulation_steps": 2},
+    "compiled": COMPILED,
     "dropout": {"dropout": 0.1},
     "compiled dropout": {"compile": True, "dropout": 0.1},
     "float16": {"dtype": "float16", "gradient_accumulation_steps": 3},
     "float32": {"dtype": "float32"},
     "bf16 weights": {"param_dtype": "bfloat16"},
     "bf16 moments": {"adam_dtype": "bfloat16"},
-    "rounded stochastically": {
-        "param_dtype": "bfloat16",
-        "adam_dtype": "bfloat16",
-        "weight_rounding": "stochastic",
-    },
-    "8-bit moments": {"param_dtype": "bfloat16", "adam_dtype": "8bit", "weight_rounding": "stochastic"},
+    "rounded stochastically": {**STOCHASTIC, "adam_dtype": "bfloat16"},
+    "8-bit moments": {**STOCHASTIC, "adam_dtype": "8bit"},
     "bf16 sums": {"param_dtype": "bfloat16", "gradient_dtype": "bfloat16", "gradient_accumulation_steps": 2},
     "fp8": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
     "fp8 delayed": {"low_precision": "fp8_delayed", "gradient_accumulation_steps": 2, "amax_history": 4},
     "mxfp8": {"low_precision": "mxfp8", "low_precision_scope": "layers_and_head"},
     "nvfp4": {"low_precision": "nvfp4", "compile": True, "gradient_accumulation_steps": 2},
     "blocks recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
-    "inputs recomputed": {
-        "activation_checkpointing": "memory_bound",
-        "compile": True,
-        "gradient_accumulation_steps": 2,
-    },
+    "inputs recomputed": {**COMPILED, "activation_checkpointing": "memory_bound"},
     "attention recomputed": {"activation_checkpointing": "attention"},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},
     "no clipping": {"grad_clip": 0.0},
@@ -58,8 +52,8 @@ CASES = {
 def test_replays_are_the_eager_run_bit_for_bit(dataset, graph_lines, name):
     """New batches, a rate that jumps, accumulation, cleared gradients, moments, dropout, gradient sums."""
     keys = {**ON_GPU, **CASES[name]}
-    if name.startswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matmuls")
+    if name.startswith("fp8"):
+        needs_fp8()
     eager = build(dataset, **keys)
     expected = train(eager)
     parts = build(dataset, **keys)
@@ -108,88 +102,85 @@ def test_results_of_a_replay_outlast_the_next_one(dataset):
     step.close()
 
 
-class Broken:
-    """Ways to break a capture: each wraps an eager step in one that works, and that a capture gets wrong."""
-
-    @staticmethod
-    def item(step, parts):
-        """Python looks at a value."""
-
-        def broken(*arguments):
-            result = step(*arguments)
-            assert result.loss.item() > 0
-            return result
-
-        return broken
-
-    @staticmethod
-    def pageable_copy(step, parts):
-        """A number from pageable host memory, which the device must have taken before Python goes on."""
-
-        def broken(x, y, rate, *flags):
-            return step(x, y, rate * torch.tensor(1.0).to(x.device), *flags)
-
-        return broken
-
-    @staticmethod
-    def synchronize(step, parts):
-        """Refused by CUDA in the middle of a capture."""
-
-        def broken(*arguments):
-            result = step(*arguments)
-            torch.cuda.synchronize()
-            return result
-
-        return broken
-
-    @staticmethod
-    def replaced_tensor(step, parts):
-        """A tensor made anew in each iteration: a capture goes on reading the old one. Its values alternate,
-        so the first replay is right."""
-        held = [torch.ones((), device="cuda")]
-
-        def broken(x, y, rate, *flags):
-            result = step(x, y, rate * held[0], *flags)
-            held[0] = 1.5 - held[0]
-            return result
-
-        return broken
-
-    @staticmethod
-    def raises(step, parts):
-        """An error of Python's own, in the middle of a capture."""
-
-        def broken(*arguments):
-            result = step(*arguments)
-            if torch.cuda.is_current_stream_capturing():
-                raise ValueError("not while capturing")
-            return result
-
-        return broken
+# Ways to break a capture: each wraps an eager step in one that works, and that a capture gets wrong.
 
 
+def looks_at_a_value(step):
+    def broken(*arguments):
+        result = step(*arguments)
+        assert result.loss.item() > 0
+        return result
+
+    return broken
+
+
+def copies_from_pageable_memory(step):
+    """A number that the device must have taken before Python goes on."""
+
+    def broken(x, y, rate, *flags):
+        return step(x, y, rate * torch.tensor(1.0).to(x.device), *flags)
+
+    return broken
+
+
+def synchronizes(step):
+    """Refused by CUDA in the middle of a capture."""
+
+    def broken(*arguments):
+        result = step(*arguments)
+        torch.cuda.synchronize()
+        return result
+
+    return broken
+
+
+def replaces_a_tensor(step):
+    """A tensor made anew in each iteration: a capture goes on reading the old one. Its values alternate, so
+    the first replay is right."""
+    held = [torch.ones((), device="cuda")]
+
+    def broken(x, y, rate, *flags):
+        result = step(x, y, rate * held[0], *flags)
+        held[0] = 1.5 - held[0]
+        return result
+
+    return broken
+
+
+def raises(step):
+    """An error of Python's own, in the middle of a capture."""
+
+    def broken(*arguments):
+        result = step(*arguments)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not while capturing")
+        return result
+
+    return broken
+
+
+WAITS = "the step waits for the GPU at gpu/test_captures.py:"
 BREAKERS = {
-    "item": "the step waits for the GPU at gpu/test_captures.py:",
-    "pageable_copy": "the step waits for the GPU at gpu/test_captures.py:",
-    "synchronize": "",
-    "replaced_tensor": "its replay differs from the eager step",
-    "raises": "ValueError: not while capturing",
+    looks_at_a_value: WAITS,
+    copies_from_pageable_memory: WAITS,
+    synchronizes: "",
+    replaces_a_tensor: "its replay differs from the eager step",
+    raises: "ValueError: not while capturing",
 }
 
 
-@pytest.mark.parametrize("name", BREAKERS)
-def test_what_breaks_a_capture_is_noticed_and_the_eager_run_goes_on(dataset, name):
+@pytest.mark.parametrize("breaker", BREAKERS, ids=lambda breaker: breaker.__name__)
+def test_what_breaks_a_capture_is_noticed_and_the_eager_run_goes_on(dataset, breaker):
     """With dropout: after a capture that failed, the generator must draw what it would have drawn."""
     eager = build(dataset, **ON_GPU, dropout=0.1)
-    breaker = getattr(Broken, name)
-    expected = train(eager, breaker(eager.step, eager))
+    expected = train(eager, breaker(eager.step))
     parts = build(dataset, **ON_GPU, dropout=0.1)
-    step = captured(parts, breaker(parts.step, parts))
+    step = captured(parts, breaker(parts.step))
     results = train(parts, step)
     assert step.choice["used"] == "eager step"
-    assert BREAKERS[name] in step.choice["reason"], step.choice
+    assert BREAKERS[breaker] in step.choice["reason"], step.choice
     # one keeps something in Python that the failed capture has moved on, no part of the run's state
-    if name != "replaced_tensor":
+    if breaker != replaces_a_tensor:
         assert results == expected
         assert same(weights(parts), weights(eager))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -197,7 +188,7 @@ def test_what_breaks_a_capture_is_noticed_and_the_eager_run_goes_on(dataset, nam
 
 def test_a_capture_can_follow_one_that_failed(dataset):
     first = build(dataset, **ON_GPU)
-    step = captured(first, Broken.synchronize(first.step, first))
+    step = captured(first, synchronizes(first.step))
     train(first, step, range(12))
     assert step.choice["used"] == "eager step"
     second = build(dataset, **ON_GPU)
@@ -283,7 +274,6 @@ def test_eager_and_captured_activations_are_not_held_together(dataset):
 
 # --- runs, on GPUs ---
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GRAPHS = "--use_cuda_graphs=True"
 
 
@@ -346,9 +336,8 @@ def test_two_gpus_replay_together_and_end(folder, more):
     run_it(folder, f"{name}-first", *more, "--max_iters=2", processes=2, **choices)
     eager = run_it(folder, name, *more, processes=2, **choices)
     graphs = run_it(folder, f"{name}-graphs", *more, GRAPHS, processes=2, **choices)
-    assert graphs["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph", graphs["startup_info"][
-        "cuda_graphs"
-    ]
+    choice = graphs["startup_info"]["cuda_graphs"]
+    assert choice["used"] == "CUDA Graph", choice
     assert losses(graphs) == pytest.approx(losses(eager), rel=1e-4)
     assert graphs["status"] == "completed"
 

@@ -1,21 +1,14 @@
 """A model that somebody changes trains alike in each division of one GPU and of two, compiled, in bf16."""
 
 import pytest
-import torch
 from support.changed_models import EXAMPLES, LAYER, OTHERS, TORCHS, train_changed
+from support.gpu_runs import TWO_GPUS
 from support.helpers import SMALL, last_run, make_dataset
 
 pytestmark = pytest.mark.gpu
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-NAMES = [
-    TORCHS,
-    LAYER,
-    "each block twice",
-    "frozen embedding",
-    "beside the fused loss",
-    "a norm that is not used",
-]
+NAMES = [TORCHS, LAYER, "each block twice", "frozen embedding", "beside the fused loss"]
+NAMES += ["a norm that is not used"]
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(2, marks=TWO_GPUS)])

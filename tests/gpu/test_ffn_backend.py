@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gpu_runs import losses, train
+from support.gpu_runs import STRATEGIES, TWO_GPUS, losses, train
 from support.helpers import SMALL_RUN, checkpoint_tensors, make_dataset, write_config
 from support.tensors import error
 
@@ -24,7 +24,6 @@ VARIANTS = {
     "graphs": ["--use_cuda_graphs=True"],
     "recomputed": ["--activation_checkpointing=full"],
 }
-STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 
 
 def obstacle() -> str | None:
@@ -150,7 +149,7 @@ def test_a_run_resumes_bit_for_bit(folder, model):
     assert all(torch.equal(one[key], other[key]) for key in one if not key.startswith("rng."))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_learns_the_same(folder, by_torch, strategy):
     flags = ("--ffn_backend=quack", "--gradient_accumulation_steps=1", *STRATEGIES[strategy])

@@ -4,14 +4,11 @@ import shutil
 
 import pytest
 import torch
-from support.gpu_runs import losses, train
+from support.gpu_runs import STRATEGIES, TWO_GPUS, losses, train
 from support.graphed_runs import build
 from support.helpers import SMALL, SMALL_RUN, evaluations, make_dataset, write_config
 
 pytestmark = pytest.mark.gpu
-
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 
 
 @pytest.fixture(scope="module")

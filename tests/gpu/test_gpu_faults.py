@@ -4,14 +4,10 @@ gloo, and what only a GPU can."""
 import pickle
 
 import pytest
-import torch
 from support.faults import ITERATIONS, prepare, run_with_fault
+from support.gpu_runs import TWO_GPUS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.chaos,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.chaos, TWO_GPUS]
 END_SECONDS = 300
 
 

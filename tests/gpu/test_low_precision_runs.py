@@ -1,9 +1,8 @@
 """Runs in each recipe on GPUs: kernels and compiled code against plain forms on a CPU, resume, strategies."""
 
 import pytest
-import torch
 from support import gpu_runs
-from support.gpu_runs import losses
+from support.gpu_runs import STRATEGIES, TWO_GPUS, losses, needs_fp8
 from support.helpers import SMALL_RUN, make_dataset, write_config
 
 from tools import export_hf
@@ -17,7 +16,6 @@ KEYS = {  # widths and tokens that all recipes can have
     "learning_rate": 5e-4,
     "low_precision_scope": "layers_and_head",
 }
-STRATEGIES = {"ddp": {}, "zero1": {"use_zero1": True}, "fsdp": {"use_fsdp": True}}
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +25,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, recipe: str, out: str, processes: int = 1, **keys) -> dict:
-    if recipe == "fp8_delayed" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matmuls")
+def train(folder, recipe: str, out: str, processes: int = 1, flags=(), **keys) -> dict:
+    if recipe == "fp8_delayed":
+        needs_fp8()
     keys = {**KEYS, "dataset": folder / "tokens", "low_precision": recipe, **keys}
     config = write_config(folder / f"{out}.py", **keys)
-    return gpu_runs.train(folder, out.split(".")[0], config=config.name, processes=processes)
+    return gpu_runs.train(folder, out.split(".")[0], *flags, config=config.name, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +66,11 @@ def test_a_run_resumes_bit_for_bit(folder, recipe):
     assert resumed == whole
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])  # which keep something from step to step
 def test_two_gpus_train_as_one(folder, recipe, strategy):
     one = train(folder, recipe, f"one-{recipe}-{strategy}", gradient_accumulation_steps=4, max_iters=10)
-    two = train(folder, recipe, f"two-{recipe}-{strategy}", 2, max_iters=10, **STRATEGIES[strategy])
+    two = train(folder, recipe, f"two-{recipe}-{strategy}", 2, STRATEGIES[strategy], max_iters=10)
     assert losses(two)[:2] == pytest.approx(losses(one)[:2], rel=5e-3)
     assert losses(two) == pytest.approx(losses(one), rel=5e-2)

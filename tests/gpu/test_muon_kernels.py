@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.gpu_runs import TWO_GPUS
 from support.graphed_runs import ON_GPU, build, captured, same, train, weights
 from support.helpers import (
     TINY,
@@ -119,9 +120,7 @@ def test_a_weight_is_updated_rounded_and_copied_in_one_pass(stored, start):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("muon") / "tokens"
-    make_dataset(folder)
-    return folder
+    return make_dataset(tmp_path_factory.mktemp("muon") / "tokens")
 
 
 def test_replays_of_a_captured_update_have_the_bits_of_the_eager_step(dataset):
@@ -130,9 +129,6 @@ def test_replays_of_a_captured_update_have_the_bits_of_the_eager_step(dataset):
     assert train(eager) == train(parts, step)
     assert step.choice["used"] == "CUDA Graph", step.choice
     assert same(weights(eager), weights(parts))
-
-
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @TWO_GPUS

@@ -24,24 +24,11 @@ pytestmark = pytest.mark.gpu
 TEXT, TOKENIZER = "slimpajama_like/train/example_train_0.jsonl.zst", "tokenizers/hf/gpt2/tokenizer.json"
 ITERATIONS, LAST = 300, 10
 RUN = {
-    "arch_preset": "qwen3",
-    "n_layer": 8,
-    "n_head": 8,
-    "num_key_value_heads": 4,
-    "n_embd": 768,
-    "d_ff": 2048,
-    "vocab_size": 50304,
-    "block_size": 512,
-    "batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "max_iters": ITERATIONS,
-    "eval_interval": 0,
-    "log_interval": 1,
-    "always_save_checkpoint": False,
-    "learning_rate": 6e-4,
-    "min_lr": 6e-5,
-    "warmup_iters": 50,
-    "lr_decay_iters": ITERATIONS,
+    **{"arch_preset": "qwen3", "n_layer": 8, "n_head": 8, "num_key_value_heads": 4, "n_embd": 768},
+    **{"d_ff": 2048, "vocab_size": 50304, "block_size": 512, "batch_size": 8},
+    **{"gradient_accumulation_steps": 2, "max_iters": ITERATIONS, "lr_decay_iters": ITERATIONS},
+    **{"eval_interval": 0, "log_interval": 1, "always_save_checkpoint": False},
+    **{"learning_rate": 6e-4, "min_lr": 6e-5, "warmup_iters": 50},
 }
 
 
@@ -125,19 +112,19 @@ def test_bf16_training_agrees_with_plain_autocast(autocast, bf16):
     assert final_loss(bf16) == pytest.approx(final_loss(autocast), rel=0.01)
 
 
-@pytest.mark.usefixtures("text")
-@pytest.mark.parametrize("scope", ["layers", "layers_and_head"])
-def test_fp8_training_agrees_with_bf16(folder, bf16, scope):
-    fp8 = trained(folder, f"fp8_{scope}", low_precision="fp8_tensorwise", low_precision_scope=scope)
-    print(f"\nbf16 {final_loss(bf16):.4f}, fp8 {scope} {final_loss(fp8):.4f}")
-    assert final_loss(fp8) == pytest.approx(final_loss(bf16), rel=0.01)
+FEWER_BITS = {
+    "layers": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers"},
+    "layers_and_head": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
+    "moments": {"adam_dtype": "bfloat16"},
+}
 
 
 @pytest.mark.usefixtures("text")
-def test_bf16_adam_moments_agree_with_fp32_ones(folder, bf16):
-    half = trained(folder, "moments", adam_dtype="bfloat16")
-    print(f"\nfp32 moments {final_loss(bf16):.4f}, bf16 moments {final_loss(half):.4f}")
-    assert final_loss(half) == pytest.approx(final_loss(bf16), rel=0.01)
+@pytest.mark.parametrize("name", FEWER_BITS)
+def test_fp8_training_and_bf16_moments_agree_with_bf16_training_and_fp32_moments(folder, bf16, name):
+    fewer = trained(folder, name, **FEWER_BITS[name])
+    print(f"\nbf16 {final_loss(bf16):.4f}, {name} in fewer bits {final_loss(fewer):.4f}")
+    assert final_loss(fewer) == pytest.approx(final_loss(bf16), rel=0.01)
 
 
 def test_memory_does_not_grow_over_200_iterations(folder, bf16):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.gpu_runs import needs_fp8
 from support.tensors import close
 
 from model import manual_attention
@@ -76,8 +77,8 @@ def results(kind: str, level: str, compiled: bool, fused: bool, **changed):
 def test_losses_and_gradients_are_those_without_recomputation(kind, compiled, fused):
     """Losses to the last bit. An attention kernel may sum its gradients in any order, so gradients may differ
     where two runs without recomputation differ."""
-    if "fp8" in kind and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matmuls")
+    if "fp8" in kind:
+        needs_fp8()
     first, second = (results(kind, "none", compiled, fused) for _ in range(2))
     for level in LEVELS:
         losses, gradients = results(kind, level, compiled, fused)

@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 from support.flipped_bits import BIT, ELEMENT, flip_gradient_by
+from support.gpu_runs import needs_fp8
 from support.graphed_runs import ON_GPU, build, captured, rate, same, weights
 from support.helpers import make_dataset
 
@@ -38,8 +39,8 @@ def test_checksums_of_the_kernel_are_those_of_its_plain_form():
     "keys", [{}, {"low_precision": "fp8_delayed"}, {"gradient_accumulation_steps": 1}], ids=str
 )
 def test_a_flipped_bit_is_named_and_reaches_no_weight_and_without_one_nothing_changes(dataset, keys, graph):
-    if keys.get("low_precision") and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matmuls")
+    if keys.get("low_precision"):
+        needs_fp8()
     keys = {**ON_GPU, "gradient_accumulation_steps": 2, **keys}
     plain, parts = build(dataset, **keys), build(dataset, **keys)
     mask = torch.zeros(1, dtype=torch.int32, device="cuda")

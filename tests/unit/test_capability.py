@@ -48,15 +48,10 @@ def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above()
     assert all(row.sdpa[-1] == TORCH for row in TABLE.values())
 
 
-@pytest.mark.parametrize(
-    ("unknown", "known"), [((8, 7), (8, 6)), ((9, 4), (9, 0)), ((10, 1), (10, 0)), ((10, 7), (10, 3))]
-)
-def test_an_unknown_minor_number_is_taken_for_the_last_known_one_before_it(unknown, known):
-    assert lookup(unknown, "") == dataclasses.replace(lookup(known, ""), compute=unknown)
-
-
-def test_an_unknown_major_number_gets_what_torch_promises_and_no_more():
-    for compute in ((11, 0), (13, 0), (20, 5)):
+def test_an_unknown_minor_number_is_taken_for_the_last_known_one_before_it_and_a_major_one_for_none():
+    for unknown, known in (((8, 7), (8, 6)), ((9, 4), (9, 0)), ((10, 1), (10, 0)), ((10, 7), (10, 3))):
+        assert lookup(unknown, "") == dataclasses.replace(lookup(known, ""), compute=unknown)
+    for compute in ((11, 0), (13, 0), (20, 5)):  # what torch promises and no more
         here = lookup(compute, "")
         assert (here.sdpa, here.bf16, here.fp8) == ((TORCH,), True, True)
 
@@ -104,35 +99,34 @@ def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
     assert emulation_warnings(config, lookup((10, 0), "B200"), CHECKED) == []
 
 
-def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
+EMULATES = "emulated: slower than bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "others"),
+    [
+        (["--gpu=B200"], "native after the check at the start\n", None),
+        (["--gpu=RTX-5090"], EMULATES, "emulated on NVIDIA GeForce RTX 5090: slower than bf16"),
+        (["--gpu=B200", "--low_precision=fp8_tensorwise"], "native\n", None),
+        (["--gpu=A100", "--low_precision=fp8_tensorwise"], "refused\n", "cannot run fp8_tensorwise"),
+        ([], "native after the check at the start on B200, B300, GB200\n", ""),
+        (["--low_precision=fp8_delayed"], "native on B200, .*, H100, .*, L40S, ", ""),
+        (["--device=cpu"], EMULATES, "emulated on the CPU"),
+        (["--device=cpu", "--dry_run=False", "--max_iters=1"], EMULATES, "emulated on the CPU: slower"),
+    ],
+)
+def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd, flags, row, others):
     keys = {**TINY, "dtype": "bfloat16", "n_embd": 64, "d_ff": 128, "low_precision": "mxfp8"}
-    keys |= {"dataset": make_dataset(tmp_path / "t"), "out_dir": tmp_path / "o"}
+    keys |= {"dataset": make_dataset(tmp_path / "t"), "out_dir": tmp_path / "o", "device": "cuda"}
     config = write_config(tmp_path / "run.py", **keys)
-
-    def planned(*flags: str) -> str:
-        assert run(config, "--dry_run=True", "--device=cuda", *flags) == 0
-        return capfd.readouterr().out
-
-    row = f"{'  low precision:':<28} "
-    said = planned("--gpu=B200")
-    assert f"{row}native after the check at the start\n" in said and "emulated" not in said
-    said = planned("--gpu=RTX-5090")
-    assert f"{row}emulated: slower than bf16\n" in said
-    assert "emulated on NVIDIA GeForce RTX 5090: slower than bf16" in said
-    said = planned("--gpu=B200", "--low_precision=fp8_tensorwise")
-    assert f"{row}native\n" in said and "emulated" not in said
-    said = planned("--gpu=A100", "--low_precision=fp8_tensorwise")
-    assert f"{row}refused\n" in said and "cannot run fp8_tensorwise" in said
-    assert f"{row}native after the check at the start on B200, B300, GB200\n" in planned()
-    assert re.search(f"{row}native on B200, .*, H100, .*, L40S, ", planned("--low_precision=fp8_delayed"))
-    said = planned("--low_precision=none")
-    assert "low precision" not in said
-    assert run(config, "--dry_run=True", "--device=cpu") == 0
+    assert run(config, "--dry_run=True", *flags) == 0
     said = capfd.readouterr().out
-    assert f"{row}emulated: slower than bf16\n" in said and "emulated on the CPU" in said
-    assert run(config, "--max_iters=1") == 0
-    said = capfd.readouterr().out
-    assert f"{row}emulated: slower than bf16\n" in said and "emulated on the CPU: slower" in said
-    info = last_run(tmp_path / "o")["startup_info"]
-    assert info["low_precision"]["support"] == EMULATED
-    assert any("emulated" in text for text in info["warnings"])
+    assert re.search(f"{'  low precision:':<28} {row}", said)
+    assert others in said if others is not None else "emulated" not in said
+    if "--dry_run=False" in flags:
+        info = last_run(tmp_path / "o")["startup_info"]
+        assert info["low_precision"]["support"] == EMULATED
+        assert any("emulated" in text for text in info["warnings"])
+    else:
+        assert run(config, "--dry_run=True", *flags, "--low_precision=none") == 0
+        assert "low precision" not in capfd.readouterr().out

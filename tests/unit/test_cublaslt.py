@@ -26,32 +26,20 @@ HEADER = {
 }
 # cublasLtMatmulHeuristicResult_t: uint64_t[8], size_t, an enum, float, int[4]
 OFFSETS = {"configuration": 0, "workspace_bytes": 64, "state": 72, "waves": 76, "reserved": 80}
-ARGUMENTS = {
-    "cublasLtCreate": 1,
-    "cublasLtMatmulDescCreate": 3,
-    "cublasLtMatmulDescSetAttribute": 4,
-    "cublasLtMatrixLayoutCreate": 5,
-    "cublasLtMatmulPreferenceCreate": 1,
-    "cublasLtMatmulPreferenceSetAttribute": 4,
-    "cublasLtMatmulPreferenceDestroy": 1,
-    "cublasLtMatmulAlgoGetHeuristic": 10,
-    "cublasLtMatmul": 16,
+ARGUMENTS = {  # of each function, how many
+    **{"Create": 1, "MatmulDescCreate": 3, "MatmulDescSetAttribute": 4, "MatrixLayoutCreate": 5},
+    **{"MatmulPreferenceCreate": 1, "MatmulPreferenceSetAttribute": 4, "MatmulPreferenceDestroy": 1},
+    **{"MatmulAlgoGetHeuristic": 10, "Matmul": 16},
 }
 
 
-class GpuTensor:
+CUDA = torch.device("cuda", 0)
+
+
+def gpu_tensor(address=256, dtype=torch.float32, contiguous=True):
     """What `unsuited` asks a tensor on a GPU."""
-
-    is_cuda, device = True, torch.device("cuda", 0)
-
-    def __init__(self, address=256, dtype=torch.float32, contiguous=True):
-        self.address, self.dtype, self.contiguous = address, dtype, contiguous
-
-    def data_ptr(self):
-        return self.address
-
-    def is_contiguous(self):
-        return self.contiguous
+    about = {"data_ptr": lambda: address, "is_contiguous": lambda: contiguous}
+    return types.SimpleNamespace(is_cuda=True, device=CUDA, dtype=dtype, **about)
 
 
 @pytest.fixture(autouse=True)
@@ -72,17 +60,12 @@ def operands(N=32, K=48, M=64):
 # --- the numbers of the headers ---
 
 
-def test_constants_are_those_of_the_headers():
+def test_constants_layouts_and_functions_are_those_of_the_headers():
     assert {name: getattr(cublaslt, name) for name in HEADER} == HEADER
-
-
-def test_an_algorithm_lies_in_memory_as_in_the_header():
     assert {name: getattr(cublaslt.Algorithm, name).offset for name in OFFSETS} == OFFSETS
     assert ctypes.sizeof(cublaslt.Algorithm) == 96
-
-
-def test_functions_have_as_many_arguments_as_in_the_header():
-    assert {name: len(types) for name, types in cublaslt.SIGNATURES.items()} == ARGUMENTS
+    found = {name.removeprefix("cublasLt"): len(types) for name, types in cublaslt.SIGNATURES.items()}
+    assert found == ARGUMENTS
 
 
 # --- algorithms ---
@@ -116,13 +99,10 @@ def test_a_shape_without_an_algorithm_is_unavailable(offered, states):
 # --- when it is not used ---
 
 
-def test_a_torch_without_cuda_is_the_reason(monkeypatch):
+def test_a_torch_without_cuda_or_one_that_has_not_loaded_the_library_is_the_reason(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(cublaslt.Unavailable, match="this PyTorch has no CUDA"):
         cublaslt.library()
-
-
-def test_a_library_that_torch_has_not_loaded_is_the_reason_and_is_not_loaded(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     modes = []
 
@@ -133,18 +113,18 @@ def test_a_library_that_torch_has_not_loaded_is_the_reason_and_is_not_loaded(mon
     monkeypatch.setattr(ctypes, "CDLL", open_library)
     with pytest.raises(cublaslt.Unavailable, match=r"PyTorch has not loaded libcublasLt\.so\.99"):
         cublaslt.library()
-    assert modes and all(mode & os.RTLD_NOLOAD for mode in modes)
+    assert modes and all(mode & os.RTLD_NOLOAD for mode in modes), "and it is not loaded"
 
 
 @pytest.mark.parametrize(
     "tensors, reason",
     [
-        ([GpuTensor()], None),
-        ([GpuTensor(16), GpuTensor(32, E5M2), GpuTensor(48, E4M3)], None),
-        ([GpuTensor(4)], "it is not aligned to 16 bytes"),
-        ([GpuTensor(), GpuTensor(24, E5M2)], "it is not aligned to 16 bytes"),
-        ([GpuTensor(dtype=torch.bfloat16)], "it is bfloat16, not float32"),
-        ([GpuTensor(contiguous=False)], "it is not contiguous"),
+        ([gpu_tensor()], None),
+        ([gpu_tensor(16), gpu_tensor(32, E5M2), gpu_tensor(48, E4M3)], None),
+        ([gpu_tensor(4)], "it is not aligned to 16 bytes"),
+        ([gpu_tensor(), gpu_tensor(24, E5M2)], "it is not aligned to 16 bytes"),
+        ([gpu_tensor(dtype=torch.bfloat16)], "it is bfloat16, not float32"),
+        ([gpu_tensor(contiguous=False)], "it is not contiguous"),
         ([torch.zeros(16, 16)], "it is on cpu, cuBLASLt is for CUDA"),
     ],
 )
@@ -152,35 +132,40 @@ def test_a_sum_that_the_matmul_cannot_add_to_has_a_reason(tensors, reason):
     assert cublaslt.unsuited(*tensors) == reason
 
 
+@pytest.fixture
+def small_product(monkeypatch):
+    """small_product(function): what compares a small product with torch's, outside of a capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return lambda compare: monkeypatch.setattr(cublaslt, "_difference_from_torch", compare)
+
+
 @pytest.mark.parametrize(
     "difference, reason",
     [(1e-5, None), (0.2, "differs from torch's by 0.2"), (float("nan"), "differs from torch's by nan")],
 )
-def test_wrong_results_of_a_small_product_are_a_reason(monkeypatch, difference, reason):
-    monkeypatch.setattr(cublaslt, "_difference_from_torch", lambda device: difference)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    found = cublaslt.unavailable(torch.device("cuda", 0))
+def test_wrong_results_of_a_small_product_are_a_reason(small_product, difference, reason):
+    small_product(lambda device: difference)
+    found = cublaslt.unavailable(CUDA)
     assert found is None if reason is None else reason in found
 
 
-def test_an_error_of_the_library_is_a_reason_and_is_asked_for_once(monkeypatch):
+def test_an_error_of_the_library_is_a_reason_and_is_asked_for_once(small_product):
     calls = []
 
     def fail(device):
         calls.append(device)
         raise cublaslt.Unavailable("cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED\nmore")
 
-    monkeypatch.setattr(cublaslt, "_difference_from_torch", fail)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    small_product(fail)
     for _ in range(2):
-        assert cublaslt.unavailable(torch.device("cuda", 0)) == "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED"
+        assert cublaslt.unavailable(CUDA) == "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED"
     assert len(calls) == 1
 
 
 def test_the_comparison_is_refused_in_a_capture_which_could_not_wait_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(AssertionError, match="before the capture"):
-        cublaslt.unavailable(torch.device("cuda", 0))
+        cublaslt.unavailable(CUDA)
 
 
 def test_a_shape_without_an_algorithm_warns_once_and_leaves_the_sum(monkeypatch):
@@ -223,6 +208,6 @@ def test_one_line_says_what_adds_to_how_many_sums_and_why(monkeypatch):
     assert float8.describe_sums(cpu) == "2 in a pass of their own (it is on cpu, cuBLASLt is for CUDA)"
     monkeypatch.setattr(cublaslt, "unavailable", lambda device: None)
     monkeypatch.setattr(cublaslt, "version", lambda: "13.1.0")
-    assert float8.describe_sums([GpuTensor(), GpuTensor(4), GpuTensor()]) == (
+    assert float8.describe_sums([gpu_tensor(), gpu_tensor(4), gpu_tensor()]) == (
         "2 by the matmul (cuBLASLt 13.1.0), 1 in a pass of their own (it is not aligned to 16 bytes)"
     )

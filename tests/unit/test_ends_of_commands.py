@@ -23,15 +23,10 @@ def test_a_small_file_is_read_in_little_memory(tmp_path):
     path, limit = tmp_path / "small.json", 300 << 20
     path.write_text("{}")
     program = (
-        "import pathlib, sys; from common.json_file import read_json; read_json(pathlib.Path(sys.argv[1]))"
+        f"import pathlib; from common.json_file import read_json; read_json(pathlib.Path({str(path)!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    little = dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, **little)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ValueError, match="more than 1"):
         read_json(path, 1)

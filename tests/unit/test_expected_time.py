@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from support.helpers import ROOT, TINY
 
-from common.errors import UserError
 from docs import your_gpu
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -19,6 +18,12 @@ from training.records.expected_time import ASSUMED, MEASURED, expected_rows, exp
 from training.records.utilization import count_flops
 
 QWEN3, H100 = str(ROOT / "config/full_qwen3_1.8b_optimal.py"), "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(autouse=True)
+def audited_once(monkeypatch, counted_flops):
+    """The audit of a large model's FLOPs takes seconds."""
+    monkeypatch.setattr("training.dry_run.count_flops", counted_flops)
 
 
 def said(world_size: int = 1, *flags: str) -> dict[str, str]:
@@ -41,22 +46,22 @@ def test_each_measured_mfu_is_the_median_of_its_seal(gpu, kind):
     assert record["startup_info"]["flops"]["calculation_method"] == "component_summation_v2025"
 
 
-def test_a_dry_run_says_how_long_and_for_how_much():
-    found = said(1, "--gpu=H100", "--price=2.5", "--max_iters=1000")
-    tokens_per_sec = 0.588 * 989.4e12 / 10_322_706_432
-    hours = 1000 * load_config([QWEN3]).tokens_per_iter / tokens_per_sec / 3600
-    iterations = re.fullmatch(
-        r"([\d.]+) h for 1,000 iterations at ([\d,]+) tokens/s, evaluations not counted",
-        found["Expected time"],
-    )
-    assert float(iterations[1]) == pytest.approx(hours, abs=0.06)
-    assert float(iterations[2].replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
-    assert found["from an MFU of"] == "58.8 % by v3 (measured: seals/qwen3_1.8b_h100.seal.json)"
-    cost, gpu_hours = re.fullmatch(
-        r"([\d.]+): ([\d.]+) GPU-hours at 2.50 each", found["Expected cost"]
-    ).groups()
-    assert float(gpu_hours) == pytest.approx(hours, abs=0.006)
-    assert float(cost) == pytest.approx(2.5 * hours, abs=0.006)
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_a_dry_run_says_how_long_and_for_how_much(gpus):
+    iterations = 1000 * gpus
+    found = said(gpus, "--gpu=H100", "--price=2.5", f"--max_iters={iterations}")
+    tokens_per_sec = gpus * 0.588 * 989.4e12 / 10_322_706_432
+    hours = iterations * load_config([QWEN3]).tokens_per_iter / tokens_per_sec / 3600
+    time = rf"([\d.]+) h for {iterations:,} iterations at ([\d,]+) tokens/s, evaluations not counted"
+    told, rate = re.fullmatch(time, found["Expected time"]).groups()
+    assert float(told) == pytest.approx(hours, abs=0.06)
+    assert float(rate.replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
+    measured = "58.8 % by v3 (measured: benchmarks/qwen3_1.8b_h100.seal.json"
+    assert found["from an MFU of"].startswith(measured)
+    price = r"([\d.]+): ([\d.]+) GPU-hours at 2.50 each"
+    cost, gpu_hours = map(float, re.fullmatch(price, found["Expected cost"]).groups())
+    assert gpu_hours == pytest.approx(gpus * hours, abs=0.006)
+    assert cost == pytest.approx(2.5 * gpus * hours, abs=0.03)
 
 
 def test_what_is_not_measured_is_called_an_assumption():
@@ -70,10 +75,8 @@ def test_what_is_not_measured_is_called_an_assumption():
         assert "Expected cost" not in found
 
 
-def test_a_guess_never_stands_beside_a_measurement_of_the_same_gpu(monkeypatch):
+def test_a_guess_never_stands_beside_a_measurement_of_the_same_gpu():
     """fp8 on an H100 gains what it gains on an H200; what is measured nowhere has no time there."""
-    flops = count_flops(load_config([QWEN3]))  # its audit takes seconds
-    monkeypatch.setattr("training.dry_run.count_flops", lambda config: flops)
     for scope, kind in (("layers", "fp8_tensorwise"), ("layers_and_head", "fp8_tensorwise, the head too")):
         fp8 = ("--low_precision=fp8_tensorwise", f"--low_precision_scope={scope}")
         gain = MEASURED["H200 SXM", kind][0] / 62.2
@@ -89,22 +92,12 @@ def test_a_guess_never_stands_beside_a_measurement_of_the_same_gpu(monkeypatch):
     assert "assumed" in said(1, "--gpu=B200", "--low_precision=fp8_delayed")["from an MFU of"]
 
 
-def test_eight_gpus_cost_as_much_as_one_and_take_an_eighth_of_the_time():
-    one, eight = (said(n, "--gpu=H200", "--price=1", "--max_iters=5000") for n in (1, 8))
-    assert one["Expected cost"] == eight["Expected cost"]
-    hours = [float(found["Expected time"].split(" h")[0]) for found in (one, eight)]
-    assert hours[0] == pytest.approx(8 * hours[1], abs=0.5)
-
-
 def test_recomputation_takes_its_share_of_the_time():
     config = load_config([QWEN3])
     flops, full = count_flops(config), replace(config, activation_checkpointing="full")
-    plain, recomputed = (
-        expected_speed(c, flops, 10**9, H100, 989.4, 1).tokens_per_sec for c in (config, full)
-    )
-    assert 1.25 < plain / recomputed < 1.34, (
-        "a forward is a third of a training step; the head is not made again"
-    )
+    plain, recomputed = (expected_speed(c, flops, 10**9, H100, 989.4, 1) for c in (config, full))
+    share = plain.tokens_per_sec / recomputed.tokens_per_sec
+    assert 1.25 < share < 1.34, "a forward is a third of a training step; the head is not made again"
 
 
 def test_a_resume_counts_the_iterations_that_are_left():
@@ -117,11 +110,6 @@ def test_a_resume_counts_the_iterations_that_are_left():
     said = expected_rows(config, info, 40)[0][1]
     assert "60 iterations at" in said and said.endswith("by the estimate it does not fit")
     assert expected_rows(config, info, 100) == []
-
-
-def test_a_price_below_zero_is_refused():
-    with pytest.raises(UserError, match="price=-1.0 must be at least 0"):
-        load_config([QWEN3, "--price=-1"])
 
 
 @pytest.mark.parametrize("count", [1, 8])

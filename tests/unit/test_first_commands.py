@@ -17,11 +17,14 @@ from training.configuration.keys import KEYS
 # --- make ---
 
 
+def completed(command: list, **keywords) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, **keywords)
+
+
 def make(*arguments) -> subprocess.CompletedProcess:
     """As a user's own: the tests may be started by make, whose flags and variables a child takes over."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    command = ["make", "--no-print-directory", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=HANG_S)
+    return completed(["make", "--no-print-directory", *map(str, arguments)], env=own)
 
 
 def test_make_help_lists_every_target():
@@ -65,7 +68,7 @@ def test_tab_completes_every_key(tmp_path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     script = f'PATH={shlex.quote(str(tmp_path))}:"$PATH"; {line}; complete -p python'
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    done = completed(["bash", "-c", script])
     assert done.returncode == 0, done.stderr
     assert set(re.findall(r"--(\w+)=", done.stdout)) == set(KEYS)
 
@@ -83,9 +86,7 @@ def test_windows_is_refused_in_one_line_that_names_wsl(path):
         "sys.modules['torch'] = type(sys)('torch');"  # which would look for files of Windows
         f"sys.argv = [{path!r}]; runpy.run_path({path!r}, run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
-    )
+    done = completed([sys.executable, "-c", code])
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert "Windows is not supported" in line and "wsl --install" in line

@@ -1,5 +1,5 @@
-"""Casts by the scale of the past, with and without a history; and delayed scaling, whose traces are worked out
-by hand from TransformerEngine's kernel."""
+"""Casts by the scale of the past, with and without a history; and delayed scaling, whose traces are worked
+out by hand from TransformerEngine's kernel."""
 
 import pytest
 import torch

@@ -102,12 +102,12 @@ def test_throttling_is_the_share_of_samples_by_reason():
     assert monitor.take([(0.0, 2.0)])["throttle"] == {"power_limit": 0.75, "temperature": 0.25}
 
 
-NO_THROTTLING = (0, 1, 2, 256, 1 | 2 | 256)  # an idle GPU, and a clock that was set
-
-
 @pytest.mark.parametrize(
     ("bits", "names"),
-    [*((bits, ()) for bits in NO_THROTTLING), *((bit, (name,)) for bit, name in THROTTLE_REASONS.items())],
+    [
+        *((bits, ()) for bits in (0, 1, 2, 256, 1 | 2 | 256)),  # an idle GPU, and a clock that was set
+        *((bit, (name,)) for bit, name in THROTTLE_REASONS.items()),
+    ],
 )
 def test_each_reason_has_its_name(nvml, bits, names):
     nvml.reasons = bits
@@ -207,7 +207,7 @@ def report(machine: dict, num_gpus: int) -> dict[str, str]:
     return dict(machine_lines(info))
 
 
-def test_the_machine_is_described_with_limits(nvml):
+def test_the_machine_is_described_with_limits_and_without_nvml_the_report_says_why(nvml, monkeypatch):
     machine = machine_info(watched())
     gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980}
     assert machine["gpus"] == [{"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS]
@@ -215,9 +215,6 @@ def test_the_machine_is_described_with_limits(nvml):
     lines = report(machine, 16)
     assert lines["Host"].endswith("driver 580.1") and lines["  power limit"] == "700 W"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
-
-
-def test_without_nvml_the_report_says_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     said = report(machine_info(watched()), 1)["  clocks and power"]
     assert said.startswith("not sampled: the nvidia-ml-py library is missing")
@@ -234,24 +231,18 @@ def rows() -> list[dict]:
     return [monitor.take([each]) for each in ends]
 
 
-def test_the_summary_leaves_rows_without_a_sample_out():
+def test_summary_and_end_of_the_log_leave_rows_without_a_sample_out_and_trackers_get_the_numbers():
     found = summarize_gpus(rows())
     assert found["sm_clock_mhz"] == {"median": 1200, "p10": 1000, "p90": 2000}
     assert found["throttle"] == {"power_limit": pytest.approx(0.8)}  # of 5 samples, not of rows
     assert found["gpu_reason"] is None
-
-
-def test_the_end_of_the_log_has_clock_and_power_beside_the_mfu():
-    found = summarize_gpus(rows()) | {"mfu_percent": {"median": 41.2}}
+    found |= {"mfu_percent": {"median": 41.2}}
     assert speed_line(found) == (
         "MFU 41.20 %, 1,200 MHz, 100 W, 50 °C (medians after warm-up); "
         "clock lowered by power limit in 80 % of the samples"
     )
     assert speed_line(found | {"mfu_percent": None}).startswith("1,200 MHz")
     assert speed_line({}) is speed_line(summarize_gpus([])) is None
-
-
-def test_trackers_get_the_numbers():
     assert figures_of("training_iterations", rows()[0]) == {
         **{"gpu/sm_clock_mhz": 1000, "gpu/power_w": 100, "gpu/temperature_c": 50},
         "gpu/throttle/power_limit": 1.0,

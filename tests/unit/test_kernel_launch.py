@@ -31,15 +31,12 @@ def gpu(monkeypatch):
     return gpu
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_every_multiprocessor_gets_the_same_number_of_programs(gpu, name):
-    gpu(GPUS[name])
-    assert walking_programs(CUDA, 4) == 4 * GPUS[name]
-
-
-def test_a_cpu_is_not_asked_for_its_multiprocessors_and_still_adds_several_sums(monkeypatch):
+def test_every_multiprocessor_gets_the_same_number_of_programs_and_a_cpu_is_not_asked(gpu, monkeypatch):
+    for count in GPUS.values():
+        gpu(count)
+        assert walking_programs(CUDA, 4) == 4 * count
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    assert walking_programs(torch.device("cpu"), 4) > 4
+    assert walking_programs(torch.device("cpu"), 4) > 4  # and still adds several sums
 
 
 # --- with Triton, which compiles for a GPU that is not there ---
@@ -189,26 +186,16 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
         assert kernel.metadata.shared <= SHARED_MEMORY, name
 
 
+INTERPRETED = ("emulated_operands", "block_scaled_forms", "checksum_cases", "fp8_delayed_casts")
+INTERPRETED += ("recomputed_inputs", "rounded_updates")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module",
-    [
-        "emulated_operands",
-        "block_scaled_forms",
-        "checksum_cases",
-        "fp8_delayed_casts",
-        "recomputed_inputs",
-        "rounded_updates",
-    ],
-)
+@pytest.mark.parametrize("module", INTERPRETED)
 def test_kernels_give_the_bits_of_their_plain_forms_in_tritons_interpreter(module):
     """It counts when triton is imported, so in a process of its own."""
     pytest.importorskip("triton")
-    done = warm_python.run(
-        [sys.executable, "-m", f"support.{module}"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", f"support.{module}"]
+    done = warm_python.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

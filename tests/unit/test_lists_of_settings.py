@@ -240,6 +240,7 @@ CONFLICTS = [  # keys, processes, what the message names
     ({**FP8_RECOMPUTED, "doc_masking": True}, 1, NOTHING_SAVED),
     ({"backend": "nccl", "device": "cpu"}, 1, "backend='nccl' needs device='cuda'"),
     ({"trackers": "wandb"}, 1, "trackers='wandb' needs wandb"),
+    ({"price": -1.0}, 1, "price=-1.0 must be at least 0"),
     ({"peak_tflops": "guess"}, 1, "peak_tflops='guess' is neither"),
     ({"peak_tflops": 0.0}, 1, "peak_tflops=0.0 is neither"),
     ({"peak_tflops": float("nan")}, 1, "peak_tflops=nan is not a finite number"),

@@ -48,14 +48,12 @@ def indices_at(batches: IterationBatches, position: int) -> np.ndarray:
 
 def global_order(windows, size: int, position: int = 0, iterations: int = 1) -> list[int]:
     """Window indices in the order of their global sample numbers: micro-step by micro-step, rank by rank."""
-    config = with_world_size(size)
     order = []
-    for i in range(iterations):
-        ranks = [
-            indices_at(IterationBatches(windows, config, world(rank, size)), position + i * GLOBAL_BATCH)
-            for rank in range(size)
+    for at in range(position, position + iterations * GLOBAL_BATCH, GLOBAL_BATCH):
+        batches = [
+            IterationBatches(windows, with_world_size(size), world(rank, size)) for rank in range(size)
         ]
-        order += np.stack(ranks, axis=1).ravel().tolist()  # (A, W, B)
+        order += np.stack([indices_at(each, at) for each in batches], axis=1).ravel().tolist()  # (A, W, B)
     return order
 
 
@@ -67,11 +65,8 @@ def test_permutation_sends_every_index_to_its_own_place(n):
     permuted = permute(np.arange(n), n, seed=n)
     assert permuted.dtype == np.int64
     assert np.array_equal(np.sort(permuted), np.arange(n))
-
-
-def test_huge_permutation_needs_no_memory():
-    n = 10**12
-    assert 0 <= permute(np.array([n - 1]), n, seed=0)[0] < n
+    huge = 10**12 + n  # needs no memory
+    assert 0 <= permute(np.array([huge - 1]), huge, seed=0)[0] < huge
 
 
 # --- windows ---
@@ -87,12 +82,6 @@ def test_windows_do_not_overlap_but_for_the_last_target(windows):
 
 
 # --- who gets which ---
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.reshard
-def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
-    assert global_order(windows, size, iterations=30) == global_order(windows, 1, iterations=30)
 
 
 def test_order_is_that_of_checkpoints_that_exist(windows):
@@ -152,14 +141,11 @@ def test_resume_continues_exactly_where_the_run_stopped(windows):
     for stopped in (1, 5, 12, 13):  # the epoch ends inside iteration 12
         rest = batches(windows, CONFIG, 16 - stopped, position=stopped * GLOBAL_BATCH)
         assert_same(rest, whole[stopped:])
-
-
-def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
-    before = global_order(windows, 1, iterations=5)  # 40 samples
+    # with another global batch no sample is left out
     config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
     dataset = IterationBatches(windows, config, world())
     after = [i for step in range(20) for i in indices_at(dataset, 40 + 3 * step).ravel().tolist()]
-    assert sorted(before + after) == list(range(100))
+    assert sorted(global_order(windows, 1, iterations=5) + after) == list(range(100))
 
 
 @pytest.mark.parametrize("rank, size, position", [(0, 1, 0), (1, 2, 96)])
@@ -172,33 +158,25 @@ def test_workers_hand_out_the_same_batches(windows, rank, size, position, worker
     assert_same(*taken)
 
 
-def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):
-    state = torch.get_rng_state()
-    batches(windows, dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=1), 1)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_workers_end_with_the_loader(windows):
-    before = set(multiprocessing.active_children())
+def test_workers_end_with_the_loader_and_leave_the_random_numbers_of_the_model_alone(windows):
+    before, state = set(multiprocessing.active_children()), torch.get_rng_state()
     loader = Loader(windows, dataclasses.replace(CONFIG, use_dataloader=True), world())
     loader.next()
     assert len(set(multiprocessing.active_children()) - before) == 2
     loader.close()
     assert set(multiprocessing.active_children()) <= before
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- evaluation ---
 
 
-def test_evaluation_repeats_no_window_and_is_the_same_every_time(windows):
+def test_evaluation_repeats_no_window_is_the_same_every_time_and_takes_what_a_small_split_has(windows):
     config = dataclasses.replace(CONFIG, batch_size=8, eval_batch_size=8, eval_iters=12)
     order = eval_batches(windows, config)
     assert order.shape == (12, 8) and len(np.unique(order)) == 96
     assert np.array_equal(order, eval_batches(windows, config))
-
-
-def test_evaluation_takes_what_a_small_split_has(windows):
-    several = dataclasses.replace(CONFIG, batch_size=8, eval_batch_size=8, eval_iters=1000)
+    several = dataclasses.replace(config, eval_iters=1000)
     assert eval_batches(windows, several).shape == (12, 8)
     filled = eval_batches(windows, dataclasses.replace(several, batch_size=150, eval_batch_size=150))
     assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50

@@ -54,9 +54,7 @@ SHAPES = {
         seq_len,
     )
     for preset in ("gpt2", "llama", "qwen3")
-    for kv in (None, 2)
-    for tied in (True, False)
-    for seq_len in (32, 13)
+    for kv, tied, seq_len in ((None, True, 32), (2, False, 13), (2, True, 32))
 }
 SHAPES["gpt2 with biases"] = (small("gpt2", bias=True), 32)
 SHAPES["qwen2 with biases"] = (small("qwen2", n_kv_head=2), 32)
@@ -66,23 +64,25 @@ SHAPES["heads that share no width"] = (small("llama", n_head=6, n_kv_head=3, n_e
 SHAPES["llama one KV head, odd sizes"] = (small("llama", n_head=6, n_kv_head=1, n_embd=60, d_ff=77), 31)
 
 
-@pytest.mark.parametrize("version", FORMULAS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_components_sum_to_the_total(version, shape):
+def test_components_sum_to_the_total_and_v3_equals_torchs_flop_counter(shape):
+    """And so does v2, which has the same totals."""
     config, seq_len = SHAPES[shape]
-    flops = FORMULAS[version].count_flops(config, seq_len)
-    assert 3 * sum(flops["components"].values()) == flops["flops_per_token"] * seq_len
-    assert all(type(n) is int and n > 0 for n in flops["components"].values())
+    for formula in FORMULAS.values():
+        flops = formula.count_flops(config, seq_len)
+        assert 3 * sum(flops["components"].values()) == flops["flops_per_token"] * seq_len
+        assert all(type(n) is int and n > 0 for n in flops["components"].values())
+    audit = audit_flops(v3.build_model(config), v3.count_flops(config, seq_len), seq_len, True)
+    assert v2.EXACT and v3.EXACT and audit["exact"]
+    assert audit["counted_flops_per_sequence"] == audit["formula_flops_per_sequence"] > 0
+    assert audit["formula_over_counted"] == 1
 
 
-def test_v2_and_v3_are_one_total():
+def test_v2_and_v3_are_one_total_and_v3_has_a_line_for_every_matmul():
     for config, seq_len in SHAPES.values():
         combined, summed = (formula.count_flops(config, seq_len) for formula in (v2, v3))
         for key in ("flops_per_token", "flops_per_token_causal", "attention_flops_per_layer", "logit_flops"):
             assert combined[key] == summed[key], key
-
-
-def test_v3_has_a_line_for_every_matmul():
     attention = ["q_proj", "k_proj", "v_proj", "attention_scores", "attention_context", "out_proj"]
     for preset, gate in (("llama", ["ffn_gate"]), ("gpt2", [])):
         lines = [*attention, *gate, "ffn_up", "ffn_down", "logits"]
@@ -90,16 +90,6 @@ def test_v3_has_a_line_for_every_matmul():
 
 
 # --- the audit ---
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_v3_equals_torchs_flop_counter(shape):
-    """And so does v2, which has the same totals."""
-    config, seq_len = SHAPES[shape]
-    audit = audit_flops(v3.build_model(config), v3.count_flops(config, seq_len), seq_len, True)
-    assert v2.EXACT and v3.EXACT and audit["exact"]
-    assert audit["counted_flops_per_sequence"] == audit["formula_flops_per_sequence"] > 0
-    assert audit["formula_over_counted"] == 1
 
 
 def test_v1_is_audited_and_its_deviation_reported():
@@ -116,44 +106,46 @@ def test_a_formula_that_claims_to_be_exact_and_is_not_stops_the_run():
     config = small("llama")
     flops = v3.count_flops(config, 32)
     dropped_logits = {**flops, "flops_per_token": flops["flops_per_token"] - 3 * flops["logit_flops"] // 32}
-    with pytest.raises(RuntimeError, match="model_builder.py"):
-        audit_flops(v3.build_model(config), dropped_logits, 32, exact=True)
-    with pytest.raises(RuntimeError, match=f"{v1.count_flops(config, 32)['flops_per_token'] * 32:,}"):
-        audit_flops(v1.build_model(config), v1.count_flops(config, 32), 32, exact=True)
+    first = v1.count_flops(config, 32)
+    for formula, counted, said in (
+        (v3, dropped_logits, "model_builder.py"),
+        (v1, first, f"{first['flops_per_token'] * 32:,}"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            audit_flops(formula.build_model(config), counted, 32, exact=True)
 
 
 # --- relations ---
 
 
-def test_only_v1_counts_the_input_embedding():
-    tied, untied = (small("llama", weight_tying=tying) for tying in (True, False))
-    embedding = untied.vocab_size * untied.n_embd
-    assert per_token(v1, untied) - per_token(v1, tied) == 6 * embedding
-
-
-@pytest.mark.parametrize("version", FORMULAS)
-def test_the_causal_count_leaves_out_half_of_the_scores_and_nothing_else(version):
-    for head_dim in (None, 24):
-        config = small("qwen3", n_kv_head=2, head_dim=head_dim)
-        flops = FORMULAS[version].count_flops(config, 32)
-        scores = 12 * config.n_layer * config.n_head * config.head_dim * 32
-        assert flops["flops_per_token"] - flops["flops_per_token_causal"] == scores / 2
-
-
-def test_v1_counts_the_attention_width_and_the_biases_as_parameters():
-    plain, wide, biased = (small("llama", **more) for more in ({}, {"head_dim": 32}, {"qkv_bias": True}))
-    difference = per_token(v1, wide) - per_token(v1, plain)
+def test_v1_counts_the_input_embedding_the_attention_width_and_the_biases_as_parameters():
+    plain, *changed = (
+        per_token(v1, small("llama", **more))
+        for more in ({}, {"weight_tying": True}, {"head_dim": 32}, {"qkv_bias": True})
+    )
+    tied, wide, biased = (count - plain for count in changed)
+    assert tied == -6 * 97 * 64
     weights = 2 * 4 * (64 * 64)  # layers x (q, k, v, out), each 64 columns or rows more
-    assert difference == 6 * weights + 12 * 2 * 64 * 32
-    assert per_token(v1, biased) - per_token(v1, plain) == 6 * 2 * 3 * 64
+    assert wide == 6 * weights + 12 * 2 * 64 * 32
+    assert biased == 6 * 2 * 3 * 64
+
+
+@pytest.mark.parametrize("head_dim", [None, 24])
+@pytest.mark.parametrize("version", FORMULAS)
+def test_the_causal_count_leaves_out_half_of_the_scores_and_nothing_else(version, head_dim):
+    config = small("qwen3", n_kv_head=2, head_dim=head_dim)
+    flops = FORMULAS[version].count_flops(config, 32)
+    scores = 12 * config.n_layer * config.n_head * config.head_dim * 32
+    assert flops["flops_per_token"] - flops["flops_per_token_causal"] == scores / 2
 
 
 # --- the drop-in files ---
 
 
-def test_model_builder_is_v3_byte_for_byte():
-    active, shipped = ROOT / "model_builder.py", ROOT / "mfu_versions" / "model_builder_v3.py"
-    assert active.read_bytes() == shipped.read_bytes()
+def test_model_builder_is_v3_byte_for_byte_and_every_formula_is_known():
+    shipped = sorted((ROOT / "mfu_versions").glob("model_builder_*.py"))
+    assert (ROOT / "model_builder.py").read_bytes() == shipped[-1].read_bytes()
+    assert [formula.__name__ for formula in ALL_FORMULAS] == [f"mfu_versions.{path.stem}" for path in shipped]
 
 
 @pytest.mark.parametrize("version", FORMULAS)
@@ -168,13 +160,9 @@ def test_a_drop_in_imports_the_model_and_no_other_formula(version):
 def train_under(version, folder, *flags):
     """The record of a run that finds this model_builder.py first."""
     shutil.copy(ROOT / "mfu_versions" / f"model_builder_{version}.py", folder / "model_builder.py")
-    done = warm_python.run(
-        [sys.executable, "-m", "train", "config.py", *flags],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "train", "config.py", *flags]
+    keys = dict(cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = warm_python.run(command, **keys)
     assert done.returncode == 0, done.stderr
     return last_run(folder / "out")
 
@@ -198,35 +186,26 @@ def losses(record):
     return [(row["iter"], row["loss"]) for row in record["training_iterations"]]
 
 
-def test_the_formula_changes_no_loss_by_one_bit(runs):
+def test_the_formula_changes_no_loss_by_one_bit_and_a_checkpoint_resumes_under_another(runs):
     assert [iteration for iteration, _ in losses(runs["v3"])] == [0, 1, 2, 3, 4]
     assert losses(runs["v1"]) == losses(runs["v3"])[:3]
     assert len({loss for _, loss in losses(runs["v3"])}) == 5
+    assert runs["v1"]["checkpoints"][-1]["iter"] == 3
+    assert runs["resumed"]["startup_info"]["flops"]["calculation_method"] == v3.CALCULATION_METHOD
+    assert losses(runs["resumed"]) == losses(runs["v3"])  # its record begins with the first part's rows
 
 
 def test_the_record_says_which_formula_counted_and_what(runs):
-    config = model_config(
-        "qwen3",
-        **{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "d_ff", "vocab_size", "block_size")},
-        n_kv_head=TINY["num_key_value_heads"],
-    )
+    config = TrainConfig(**TINY).model_config()
+    totals = {f.CALCULATION_METHOD: per_token(f, config, TINY["block_size"]) for f in FORMULAS.values()}
     for version in ("v1", "v3"):
         formula, record = FORMULAS[version], runs[version]
-        expected = (formula.CALCULATION_METHOD, per_token(formula, config, TINY["block_size"]))
+        expected = formula.CALCULATION_METHOD, totals[formula.CALCULATION_METHOD]
         rows = [row["mfu"] for row in record["training_iterations"] if row["mfu"]]
         assert {(mfu["calculation_method"], mfu["flops_per_token"]) for mfu in rows} == {expected}
         flops = record["startup_info"]["flops"]
         assert (flops["calculation_method"], flops["flops_per_token"]) == expected
-        assert flops["audit"]["exact"] == formula.EXACT
-        assert flops["totals"] == {
-            f.CALCULATION_METHOD: per_token(f, config, TINY["block_size"]) for f in FORMULAS.values()
-        }
-
-
-def test_a_checkpoint_saved_under_one_formula_resumes_under_another(runs):
-    assert runs["v1"]["checkpoints"][-1]["iter"] == 3
-    assert runs["resumed"]["startup_info"]["flops"]["calculation_method"] == v3.CALCULATION_METHOD
-    assert losses(runs["resumed"]) == losses(runs["v3"])  # its record begins with the first part's rows
+        assert flops["audit"]["exact"] == formula.EXACT and flops["totals"] == totals
 
 
 # --- utilization: the two field reports, made impossible ---
@@ -304,23 +283,12 @@ def test_hfu_counts_the_recomputed_forwards_and_mfu_does_not(mode):
     assert mfu["hfu_percent"] == pytest.approx(mfu["mfu_percent"] * (1 + share))
 
 
-def test_hfu_is_null_where_the_formula_does_not_split_layers():
-    config = TrainConfig(batch_size=8, block_size=S, activation_checkpointing="full")
-    row = logged_row(8, 1.0, config, v1.count_flops(full_model(QWEN3), S))
-    assert row["mfu"]["hfu_percent"] is None
-
-
-def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
+def test_hfu_is_beside_mfu_only_when_something_is_recomputed_and_null_where_layers_are_not_split():
     flops, config = v3.count_flops(full_model(QWEN3), S), load_config([str(ROOT / "config" / QWEN3), *STATED])
-    plain, recomputed = (
-        logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
-        for mode in ("none", "full")
-    )
+    full = dataclasses.replace(config, activation_checkpointing="full")
+    plain, recomputed = (logged_row(1, 4.0, each, flops) for each in (config, full))
     line = console_lines(plain)[1]
     assert line.endswith("Peak: 2250.0 TF")
     assert console_lines(recomputed)[1] == f"{line} │ HFU: {recomputed['mfu']['hfu_percent']:.2f}%"
-
-
-def test_the_totals_are_those_of_every_formula_of_mfu_versions():
-    shipped = sorted(path.stem for path in (ROOT / "mfu_versions").glob("model_builder_*.py"))
-    assert [formula.__name__ for formula in ALL_FORMULAS] == [f"mfu_versions.{name}" for name in shipped]
+    whole = logged_row(8, 1.0, full, v1.count_flops(full_model(QWEN3), S))
+    assert whole["mfu"]["hfu_percent"] is None

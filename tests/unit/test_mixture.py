@@ -208,8 +208,8 @@ def test_tokenizers_with_one_hash_are_one_whatever_their_folders_are_called(tmp_
 
 
 def test_one_folder_under_two_names_is_refused(folders):
-    message = refusal(config(mixed((folders[0], f"{folders[0].parent}/../{folders[0].parent.name}/a"))))
-    assert "are one folder" in message
+    again = f"{folders[0].parent}/../{folders[0].parent.name}/a"
+    assert "are one folder" in refusal(config(mixed((folders[0], again))))
 
 
 # --- evaluation and record ---
@@ -249,18 +249,16 @@ def test_run_on_a_mixture_states_it_and_resumes_to_the_same_loss(tmp_path, run):
     one, other = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
     keys = {**TINY, "dataset": mixed((one, other)), "eval_interval": 2}
 
-    def train(name, **more):
+    def train(name, *flags):
         path = write_config(tmp_path / f"{name}.py", **{**keys, "out_dir": tmp_path / name})
-        assert run(path, *(f"--{key}={value}" for key, value in more.items())) == 0
+        assert run(path, *flags) == 0
         return last_run(tmp_path / name)
 
     whole = train("whole")
-    train("parts", max_iters=2)
-    resumed = train("parts", init_from="resume")
-    losses, of_both_attempts = (
-        [row["loss"] for row in record["training_iterations"]] for record in (whole, resumed)
-    )
-    assert of_both_attempts == losses
+    train("parts", "--max_iters=2")
+    rows = [record["training_iterations"] for record in (whole, train("parts", "--init_from=resume"))]
+    losses = [[row["loss"] for row in each] for each in rows]
+    assert losses[0] == losses[1], "of both attempts"
     sources = whole["startup_info"]["data"]["sources"]
     assert [(source["name"], source["weight"]) for source in sources] == [(str(one), 0.7), (str(other), 0.3)]
     evaluation = whole["eval_steps"][-1]

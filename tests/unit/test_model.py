@@ -11,7 +11,7 @@ from support.hf_models import gather
 
 from bench.peers.hugging_face import build
 from model_builder import build_model
-from model_config import PRESETS, ModelConfig, model_config
+from model_config import CHOICES, PRESETS, ModelConfig, model_config
 from ops.activation import Activation
 from training.pretrained.names import pieces
 
@@ -147,26 +147,20 @@ def test_rows_of_gate_and_up_take_turns_in_a_gated_feed_forward(activation):
 
 
 def test_presets_have_the_published_constants():
-    constants = {}
-    for name in PRESETS:
-        config = model_config(name)
-        theta = config.rope_theta if config.position_encoding == "rope" else None
-        constants[name] = theta, config.norm_eps, config.qk_norm, config.qkv_bias
-    assert constants == {
-        "gpt2": (None, 1e-5, False, False),
-        "llama": (1e4, 1e-5, False, False),
-        "llama3": (5e5, 1e-5, False, False),
-        "qwen2": (1e6, 1e-6, False, True),
-        "qwen3": (1e6, 1e-6, True, False),
-    }
+    configs = {name: model_config(name) for name in PRESETS}
+    facts = {name: (c.norm_eps, c.qk_norm, c.qkv_bias) for name, c in configs.items()}
+    qwen3 = facts.pop("qwen3"), facts.pop("qwen2")
+    assert qwen3 == ((1e-6, True, False), (1e-6, False, True))
+    assert set(facts.values()) == {(1e-5, False, False)}
+    thetas = {name: c.rope_theta for name, c in configs.items() if c.position_encoding == "rope"}
+    assert thetas == {"llama": 1e4, "llama3": 5e5, "qwen2": 1e6, "qwen3": 1e6}
 
 
 def test_learned_positions_alone_are_left_out_of_the_palm_formulas_n():
-    counts = make("gpt2").count_parameters()
-    assert counts["total"] - counts["non_embedding"] == T * SMALL["n_embd"]
-    assert counts["trainable"] == counts["total"]
-    rotary = make("llama").count_parameters()
-    assert rotary["total"] == rotary["non_embedding"]
+    for preset, left_out in (("gpt2", T * SMALL["n_embd"]), ("llama", 0)):
+        counts = make(preset).count_parameters()
+        assert counts["total"] - counts["non_embedding"] == left_out
+        assert counts["trainable"] == counts["total"]
 
 
 # --- initial weights ---
@@ -218,47 +212,26 @@ def test_initial_standard_deviations_norms_and_biases(preset, head_dim):
         assert abs(p.mean().item()) < 4 * expected / math.sqrt(p.numel()), name
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess():
+def test_the_first_loss_is_that_of_a_uniform_guess_and_a_sequence_may_be_shorter_but_not_longer():
     for preset in PRESETS:
-        assert make(preset)(*batch()).item() == pytest.approx(math.log(VOCAB), rel=0.02)
+        model = make(preset)
+        assert model(*batch()).item() == pytest.approx(math.log(VOCAB), rel=0.02)
+        assert model(torch.zeros(1, T - 5, dtype=torch.long)).shape == (1, T - 5, VOCAB)
+        with pytest.raises(ValueError, match=f"{T + 1} tokens.*block_size={T}"):
+            model(torch.zeros(1, T + 1, dtype=torch.long))
 
 
 # --- errors that a user can make ---
 
 
-def test_a_sequence_longer_than_block_size_is_an_error():
-    for preset in ("gpt2", "llama"):
-        model = make(preset)
-        with pytest.raises(ValueError, match=f"{T + 1} tokens.*block_size={T}"):
-            model(torch.zeros(1, T + 1, dtype=torch.long))
-        assert model(torch.zeros(1, T - 5, dtype=torch.long)).shape == (1, T - 5, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("field", "allowed"),
-    [
-        ("normalization", ("layernorm", "rmsnorm")),
-        ("activation", ("gelu", "silu")),
-        ("position_encoding", ("learned", "rope")),
-        ("ffn_type", ("mlp", "swiglu")),
-    ],
-)
-def test_an_unknown_choice_names_the_setting_the_value_and_the_choices(field, allowed):
-    with pytest.raises(ValueError) as error:
-        ModelConfig(**{field: "nonsense"})
-    for part in (field, "nonsense", *allowed):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize(("typo", "meant"), [("qwen", "qwen3"), ("gpt-2", "gpt2"), ("lama", "llama")])
-def test_an_unknown_preset_gets_a_hint(typo, meant):
-    with pytest.raises(ValueError, match=f"arch_preset='{typo}'.*did you mean '{meant}'"):
-        model_config(typo)
-
-
-def test_the_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ModelConfig().n_layer = 3
+def test_an_unknown_choice_or_preset_names_what_there_is():
+    for field, allowed in CHOICES.items():
+        with pytest.raises(ValueError) as error:
+            ModelConfig(**{field: "nonsense"})
+        assert all(part in str(error.value) for part in (field, "nonsense", *allowed))
+    for typo, meant in (("qwen", "qwen3"), ("gpt-2", "gpt2"), ("lama", "llama")):
+        with pytest.raises(ValueError, match=f"arch_preset='{typo}'.*did you mean '{meant}'"):
+            model_config(typo)
 
 
 # --- behaviour ---

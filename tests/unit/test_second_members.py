@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, make_dataset
+from support.helpers import TINY, edit_json, make_dataset
 from test_mixture import config, mixed
 
 from common.errors import UserError
@@ -164,10 +164,14 @@ def test_each_document_is_packed_once(tmp_path, documents, monkeypatch, together
 # --- the second source of a mixture ---
 
 
+@pytest.fixture
+def folders(tmp_path):
+    return [make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+
+
 @pytest.mark.parametrize("val", range(3))
 @pytest.mark.parametrize("train", range(3))
-def test_no_validation_file_is_a_training_file_of_any_source(tmp_path, train, val):
-    folders = [make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+def test_no_validation_file_is_a_training_file_of_any_source(folders, train, val):
     of_train, meta = (json.loads((folders[n] / "meta.json").read_text()) for n in (train, val))
     meta["files"]["val.bin"] = of_train["files"]["train.bin"]
     (folders[val] / "meta.json").write_text(json.dumps(meta))
@@ -178,10 +182,8 @@ def test_no_validation_file_is_a_training_file_of_any_source(tmp_path, train, va
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_every_source_must_have_the_tokenizer_of_the_first(tmp_path, other):
-    folders = [make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
-    meta = json.loads((folders[other] / "meta.json").read_text())
-    (folders[other] / "meta.json").write_text(json.dumps({**meta, "tokenizer": {"name": "another"}}))
+def test_every_source_must_have_the_tokenizer_of_the_first(folders, other):
+    edit_json(folders[other] / "meta.json", tokenizer={"name": "another"})
     with pytest.raises(UserError, match=f"'{folders[0]}' and '{folders[other]}' cannot be mixed"):
         open_sources(config(mixed(folders, (1, 1, 1))), scan=False)
 
