@@ -50,7 +50,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_run_bit_for_bit(dataset, graph_lines, name):
-    """New batches, a rate that jumps, accumulation, cleared gradients, moments, dropout, gradient sums."""
+    """New batches, a rate that jumps, accumulation, cleared gradients, moments, dropout, gradient sums.
+    All results are read at the end, so those of a replay outlast the next one."""
     keys = {**ON_GPU, **CASES[name]}
     if name.startswith("fp8"):
         needs_fp8()
@@ -67,16 +68,6 @@ def test_replays_are_the_eager_run_bit_for_bit(dataset, graph_lines, name):
     step.close()
 
 
-def test_two_replays_draw_different_masks(dataset):
-    parts = build(dataset, **ON_GPU, dropout=0.3)
-    step = captured(parts)
-    train(parts, step, range(12), sums=())
-    x, y = parts.loader.next()
-    one, two = (step(x, y, 0.0).loss.item() for _ in range(2))  # the rate is 0: the weights stay
-    assert one != two, (one, two)
-    step.close()
-
-
 def test_replays_do_not_wait_for_the_gpu(dataset):
     parts = build(dataset, **ON_GPU)
     step = captured(parts)
@@ -88,17 +79,6 @@ def test_replays_do_not_wait_for_the_gpu(dataset):
             step(*parts.loader.next(), rate(i), i == 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    step.close()
-
-
-def test_results_of_a_replay_outlast_the_next_one(dataset):
-    parts = build(dataset, **ON_GPU)
-    step = captured(parts)
-    train(parts, step, range(12), sums=())
-    first = step(*parts.loader.next(), 1e-2)
-    value = first.loss.item()
-    step(*parts.loader.next(), 1e-2)
-    assert first.loss.item() == value
     step.close()
 
 
