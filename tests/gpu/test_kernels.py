@@ -16,6 +16,15 @@ from ops.swiglu import swiglu
 pytestmark = pytest.mark.gpu
 
 
+def assert_close_in_fp32_and_bf16(run, tolerance):
+    """run(device, dtype): on a GPU against fp32 on the CPU; the tolerance is that of bf16."""
+    reference = run("cpu", torch.float32)
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, tolerance)):
+        for found, expected in zip(run("cuda", dtype), reference, strict=True):
+            assert found.shape == expected.shape
+            close(found, expected, allowed)
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 2 * 64), (2, 7, 2 * 1000), (1, 3, 2 * 2049), (1, 300, 2 * 6144)])
 def test_the_swiglu_kernel_equals_its_plain_form(shape):
     x = random(*shape, dtype=torch.bfloat16)
@@ -58,13 +67,7 @@ def test_the_heads_kernel_equals_its_plain_form(heads, weights):
 
     qkv = qkv.bfloat16().float()
     outputs = [o.bfloat16().float() for o in outputs]
-    plain = run("cpu", torch.float32)
-    for exact, bf16, reference in zip(
-        run("cuda", torch.float32), run("cuda", torch.bfloat16), plain, strict=True
-    ):
-        assert exact.shape == reference.shape
-        close(exact, reference, 1e-5)
-        close(bf16, reference, 5e-3)
+    assert_close_in_fp32_and_bf16(run, 5e-3)
 
 
 @pytest.mark.parametrize("V", [65, 50304, 151936])
@@ -115,12 +118,7 @@ def test_the_residual_norm_kernel_equals_its_plain_form(C, centered, bias):
         return [t.float().cpu() for t in (total, normed, *found)]
 
     x, delta, dtotal, dnormed = (t.bfloat16().float() for t in (x, delta, dtotal, dnormed))
-    plain = run("cpu", torch.float32)
-    for exact, bf16, reference in zip(
-        run("cuda", torch.float32), run("cuda", torch.bfloat16), plain, strict=True
-    ):
-        close(exact, reference, 1e-5)
-        close(bf16, reference, 8e-3)
+    assert_close_in_fp32_and_bf16(run, 8e-3)
 
 
 @pytest.mark.parametrize("C", [48, 2048])

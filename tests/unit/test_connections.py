@@ -40,6 +40,12 @@ def until(condition) -> bool:
     return condition()
 
 
+def in_thread(function, *arguments) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
 @pytest.fixture
 def rank_0():
     """(its port, the ranks whose greetings it has had, the ranks that it has lost)"""
@@ -52,13 +58,8 @@ def rank_0():
 
     met, lost, listener = set(), set(), listen(1000)
     known = Known({f"token {rank}".encode(): rank for rank in range(1, 1001)})
-    threading.Thread(target=accept_ranks, args=(listener, known, lost), daemon=True).start()
+    in_thread(accept_ranks, listener, known, lost)
     return listener.getsockname()[1], met, lost
-
-
-def start(port: int, rank: int, what: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", RANK, str(port), f"token {rank}", what]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
 
 @pytest.mark.parametrize("what", ["sleep", "hold", "fork", "SIGSTOP"])
@@ -67,7 +68,8 @@ def test_a_rank_that_is_killed_is_lost_and_one_that_is_stopped_or_holds_the_inte
 ):
     """Also if a data worker of it lives on, which was forked and has its sockets."""
     port, met, lost = rank_0
-    process = start(port, 7, what)
+    command = [sys.executable, "-c", RANK, str(port), "token 7", what]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True, text=True)
     try:
         assert until(lambda: met == {7})
         time.sleep(0.2)  # until it has the answer
@@ -89,9 +91,7 @@ def test_the_end_of_rank_0_is_noticed_by_another_rank():
     code += "accept_ranks(one, {b'token 1': 1}, set())"
     first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lost: set[int] = set()
-    arguments = "localhost", int(first.stdout.readline()), b"token 1", lost
-    holding = threading.Thread(target=hold, args=arguments, daemon=True)
-    holding.start()
+    holding = in_thread(hold, "localhost", int(first.stdout.readline()), b"token 1", lost)
     time.sleep(0.5)
     assert holding.is_alive() and not lost
     first.kill()
@@ -106,8 +106,7 @@ def test_a_stranger_is_no_rank_and_another_programs_end_is_no_death(rank_0):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(says)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        closes = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
-        closes.start()
+        in_thread(lambda: other.accept()[0].close())
         mine: set[int] = set()
         assert not hold("127.0.0.1", other.getsockname()[1], b"token 1", mine) and not mine
     with socket.create_connection(("127.0.0.1", port)) as rank:  # it serves on
@@ -150,6 +149,5 @@ def test_a_machine_that_is_lost_is_noticed_within_100_seconds(rank_0, monkeypatc
         seconds.append(idle + interval * count)
 
     monkeypatch.setattr(connections, "_keep_alive", told)
-    arguments = "127.0.0.1", port, b"token 2", set()
-    threading.Thread(target=hold, args=arguments, daemon=True).start()
+    in_thread(hold, "127.0.0.1", port, b"token 2", set())
     assert until(lambda: len(seconds) == 2) and all(60 < one < 100 for one in seconds)

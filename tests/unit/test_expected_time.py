@@ -56,7 +56,7 @@ def test_a_dry_run_says_how_long_and_for_how_much(gpus):
     told, rate = re.fullmatch(time, found["Expected time"]).groups()
     assert float(told) == pytest.approx(hours, abs=0.06)
     assert float(rate.replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
-    measured = "58.8 % by v3 (measured: benchmarks/qwen3_1.8b_h100.seal.json"
+    measured = "58.8 % by v3 (measured: seals/qwen3_1.8b_h100.seal.json"
     assert found["from an MFU of"].startswith(measured)
     price = r"([\d.]+): ([\d.]+) GPU-hours at 2.50 each"
     cost, gpu_hours = map(float, re.fullmatch(price, found["Expected cost"]).groups())

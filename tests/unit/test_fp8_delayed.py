@@ -188,18 +188,6 @@ def test_bad_shapes_are_errors():
 # --- torch.compile ---
 
 
-def test_fake_tensors_have_the_shapes_of_real_ones():
-    x, one, operations = random_bf16(32, 48), torch.ones(()), torch.ops.nanomfu
-    states = torch.ones(3), torch.ones(2, 3), torch.ones(3), torch.ones(3), True
-    for operation, arguments in (
-        (operations.delayed_quantize, (x, one, one.clone(), E4M3, None)),
-        (operations.delayed_quantize, (x, one, one.clone(), E5M2, x.abs().amax(-1))),
-        (operations.delayed_swiglu_backward, (x, x[:, :24], one, one.clone(), E5M2)),
-        (operations.update_all_delayed_scaling, states),
-    ):
-        torch.library.opcheck(operation.default, arguments, test_utils="test_faketensor")
-
-
 def test_compiled_code_updates_the_states_of_several_tensors_in_one_graph():
     """The states are views into tensors of the whole model."""
 

@@ -13,7 +13,6 @@ from support.tensors import close, random
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import model_builder
 from common.errors import RunError, UserError
 from model import FeedForward
 from model_config import model_config
@@ -25,7 +24,6 @@ from recipes import quack_matmuls as quack
 from recipes.quack import check_ffn_backend
 from training.configuration import rules
 from training.configuration.choices import find
-from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import CPU, TABLE, lookup
 
@@ -150,7 +148,7 @@ def test_torch_needs_nothing_and_what_quack_needs_is_in_the_requirements_file():
     assert find("ffn_backend", "torch") is FfnBackend
     FfnBackend.require(CPU)
     assert (FfnBackend.problem(CPU), FfnBackend.describe(), FfnBackend.versions()) == (None, None, {})
-    text = (ROOT / "requirements-quack.txt").read_text()
+    text = (ROOT / "requirements/quack.txt").read_text()
     assert all(name in text for name in backend.PACKAGES)
     assert f"[cu{backend.CUDA}]" in text
 
@@ -304,17 +302,6 @@ def test_a_run_learns_as_with_torch_and_a_resume_may_change_it_and_both_say_so(r
     assert "ffn_backend was 'quack' when it was saved, is 'torch' now" in capfd.readouterr().out
     changed = last_run(files / "out")["startup_info"]["changed_since_checkpoint"]
     assert changed["ffn_backend"] == ["quack", "torch"]
-
-
-def test_a_gated_model_trains_and_its_layers_have_the_backend(run, files, machine):
-    assert run(files / "run.py", "--ffn_type=swiglu", "--activation=silu") == 0
-    assert losses(files / "out")[-1] < losses(files / "out")[0]
-    config = config_of()
-    model = model_builder.build_model(config.model_config(), dtype=DTYPES[config.dtype])
-    model.init_weights(torch.device("cpu"), seed=1)
-    for used, compute in ((FfnBackend, feed_forward), (backend.Quack, quack.fused_feed_forward)):
-        used.use(model)
-        assert all(block.ffn.compute is compute for block in model.blocks)
 
 
 def test_every_strategy_learns_the_same(run, files, machine):

@@ -11,8 +11,8 @@ from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.errors import RunError
 from training.cuda_graphs import graphed_step as graphs_module
-from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, _pack, _unpack
-from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
+from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES
+from training.cuda_graphs.parity import UPDATE_TOLERANCE
 from training.optimization.step import StepResult
 from training.optimization.update_guard import LOSS_SPIKE
 
@@ -37,27 +37,6 @@ def eager(dataset):
         return train(parts, iterations=range(iterations)), state_of(parts)
 
     return eager
-
-
-# --- what a replay returns ---
-
-
-@pytest.mark.parametrize("with_gradient_sum", [False, True])
-def test_a_replay_gives_every_field_of_a_result_under_its_own_name(with_gradient_sum):
-    """Also if fields change their places: nothing is found by its position beside the one that may be
-    missing."""
-    values = {name: torch.tensor(float(i)) for i, name in enumerate(StepResult._fields)}
-    if not with_gradient_sum:
-        values["grad_sum"] = None
-    found = _unpack(_pack(StepResult(**values), with_gradient_sum), with_gradient_sum)
-    assert found._asdict() == values
-
-
-@pytest.mark.parametrize(("missing", "with_gradient_sum"), [("verdict", False), ("grad_sum", True)])
-def test_a_field_that_is_missing_is_an_error_and_never_the_value_of_another(missing, with_gradient_sum):
-    values = {name: torch.tensor(float(i)) for i, name in enumerate(StepResult._fields)}
-    with pytest.raises(AttributeError):
-        _pack(StepResult(**{**values, missing: None}), with_gradient_sum)
 
 
 # --- which captures are trusted, on a CPU ---
@@ -264,17 +243,6 @@ def test_weights_on_their_way_arrive_before_a_replay_and_at_its_end(dataset):
     parts.state.strategy.settle = lambda: events.append("settle")
     train(parts, graphed(parts, Fake(noted)), range(EAGER_ITERS + 2), sums=())
     assert events[-6:] == ["settle", "replay", "settle"] * 2
-
-
-def test_what_a_broken_capture_has_sent_is_dropped_before_anything_is_put_back(dataset):
-    """It never arrives, so nothing may wait for it."""
-    parts = build(dataset)
-    first, snapshot = weights(parts), Snapshot(parts.state)
-    train(parts, iterations=range(1))
-    found, abandon = [], parts.state.strategy.abandon_iteration
-    parts.state.strategy.abandon_iteration = lambda: (found.append(same(weights(parts), first)), abandon())
-    snapshot.put_back()
-    assert found == [False, True] and same(weights(parts), first)
 
 
 def test_a_snapshot_that_does_not_fit_is_not_begun(dataset, monkeypatch):

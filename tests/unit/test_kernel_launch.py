@@ -9,7 +9,9 @@ import pytest
 import torch
 from support import warm_python
 from support.helpers import HANG_S
+from support.updates import empty_moment
 
+from ops.quantization.adamw import Scalars
 from ops.triton_kernels import launch
 from ops.triton_kernels.launch import walking_programs
 from training.hardware.capability import TABLE
@@ -120,66 +122,49 @@ def test_the_code_of_nvfp4s_kernels_fits_an_instruction_cache(compiled, key):
 @pytest.mark.parametrize("compute", TABLE)
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
-    from ops.quantization.adamw_8bit import Scalars, empty_moment
-    from ops.triton_kernels.adamw import triton_adamw
-    from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
+    from ops.triton_kernels import adamw, adamw_8bit, cross_entropy, embedding, float8, heads, norm, swiglu
     from ops.triton_kernels.checksum import triton_checksums
-    from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
-    from ops.triton_kernels.embedding import triton_add_embedding_gradient
-    from ops.triton_kernels.float8 import triton_amax, triton_quantize
-    from ops.triton_kernels.heads import triton_heads, triton_heads_backward
-    from ops.triton_kernels.norm import triton_add_norm, triton_norm
-    from ops.triton_kernels.swiglu import (
-        triton_swiglu,
-        triton_swiglu_backward,
-        triton_swiglu_backward_and_product,
-        triton_swiglu_backward_float8,
-    )
     from recipes.block_scaled import block_forms
-    from recipes.kernels.block_scaled import triton_block_forms
-    from recipes.kernels.delayed_float8 import triton_delayed_quantize
-    from recipes.kernels.delayed_swiglu import triton_delayed_swiglu_backward
-    from recipes.kernels.mxfp8 import triton_mxfp8
-    from recipes.kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
+    from recipes.kernels import block_scaled, delayed_float8, delayed_swiglu, mxfp8, nvfp4
 
     x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
-    triton_add_norm(x, x, weight, None, 1e-6, False)
-    triton_norm(x, weight, None, 1e-6, False)
+    norm.triton_add_norm(x, x, weight, None, 1e-6, False)
+    norm.triton_norm(x, weight, None, 1e-6, False)
     angles = torch.zeros(16, 64)
     qkv, heads_weight = x[None].repeat(1, 1, 2), weight[:128]
-    triton_heads(qkv, None, heads_weight, heads_weight, angles, angles, 16, 8, 1e-6)
-    triton_heads(qkv, qkv[0, 0], None, None, angles, angles, 16, 8, 1e-6)
+    heads.triton_heads(qkv, None, heads_weight, heads_weight, angles, angles, 16, 8, 1e-6)
+    heads.triton_heads(qkv, qkv[0, 0], None, None, angles, angles, 16, 8, 1e-6)
     dq, dk = qkv[:, :, :2048].view(1, 16, 16, 128), qkv[:, :, :1024].reshape(1, 16, 8, 128)
-    triton_heads_backward(dq, dk, dk, None, None, None, angles, angles, 1e-6, True)
+    heads.triton_heads_backward(dq, dk, dk, None, None, None, angles, angles, 1e-6, True)
     start_backwards(tokens=16)
-    triton_swiglu(x, 2048)
-    triton_swiglu_backward(x, x[:, :1024].contiguous(), 2048)
-    triton_swiglu_backward_and_product(x, x[:, :1024].contiguous(), 2048)
-    triton_cross_entropy(x, ids, True)
-    triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
+    swiglu.triton_swiglu(x, 2048)
+    swiglu.triton_swiglu_backward(x, x[:, :1024].contiguous(), 2048)
+    swiglu.triton_swiglu_backward_and_product(x, x[:, :1024].contiguous(), 2048)
+    cross_entropy.triton_cross_entropy(x, ids, True)
+    embedding.triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())
-    triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1)
+    adamw.triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1)
     moments, key = (empty_moment(x), empty_moment(x)), torch.zeros(4, dtype=torch.int64)
     about = Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1, (key, 0)
-    triton_adamw_8bit(x.clone(), x, *moments, None, *about)
-    triton_mxfp8(x.repeat(2, 1))
-    triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
-    triton_nvfp4_square(x, torch.ones(()))
-    triton_nvfp4_amaxes(x)
+    adamw_8bit.triton_adamw_8bit(x.clone(), x, *moments, None, *about)
+    mxfp8.triton_mxfp8(x.repeat(2, 1))
+    nvfp4.triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
+    nvfp4.triton_nvfp4_square(x, torch.ones(()))
+    nvfp4.triton_nvfp4_amaxes(x)
     for amaxes, bits in ((None, None), (torch.ones(1), None), (torch.ones(2), key)):
         square = x.repeat(2, 1)
-        triton_block_forms(square, amaxes, bits, block_forms(square, amaxes))
+        block_scaled.triton_block_forms(square, amaxes, bits, block_forms(square, amaxes))
     triton_checksums([x, weight, ids.byte()])
     expected = 17
     if TABLE[compute].fp8:  # others have no instruction for it
-        triton_quantize(x, weight[0], torch.float8_e4m3fn)
-        triton_amax(x, torch.zeros(2), 16384)
-        triton_swiglu_backward_float8(x, x[:, :1024].contiguous(), weight[0], torch.float8_e5m2)
-        triton_cross_entropy_float8(x, ids, weight[0], torch.float8_e5m2)
+        float8.triton_quantize(x, weight[0], torch.float8_e4m3fn)
+        float8.triton_amax(x, torch.zeros(2), 16384)
+        swiglu.triton_swiglu_backward_float8(x, x[:, :1024].contiguous(), weight[0], torch.float8_e5m2)
+        cross_entropy.triton_cross_entropy_float8(x, ids, weight[0], torch.float8_e5m2)
         delayed = one, one.clone(), torch.float8_e5m2
-        triton_delayed_quantize(x, *delayed, None)
-        triton_delayed_quantize(x, *delayed, weight)
-        triton_delayed_swiglu_backward(x, x[:, :1024].contiguous(), *delayed, 2048)
+        delayed_float8.triton_delayed_quantize(x, *delayed, None)
+        delayed_float8.triton_delayed_quantize(x, *delayed, weight)
+        delayed_swiglu.triton_delayed_swiglu_backward(x, x[:, :1024].contiguous(), *delayed, 2048)
         expected += 9
     assert len(kernels) == expected
     for name, (kernel, _) in kernels.items():

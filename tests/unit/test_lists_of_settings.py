@@ -19,31 +19,11 @@ from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 
 # --- what a resume guards ---
 
-CHANGED = {  # guarded key -> another value than the default
-    "seed": 7,
-    "doc_masking": True,
-    "packing": "truncate",
-    "optimizer": "muon",
-    "muon_momentum": 0.9,
-    "learning_rate": 1e-3,
-    "min_lr": 1e-5,
-    "lr_schedule": "wsd",
-    "warmup_iters": 100,
-    "lr_decay_iters": 30_000,
-    "wsd_decay_fraction": 0.5,
-    "wsd_decay_shape": "cosine",
-    "weight_decay": 0.0,
-    "beta1": 0.8,
-    "beta2": 0.99,
-    "grad_clip": 0.0,
-    "low_precision": "nvfp4",
-    "low_precision_scope": "layers_and_head",
-    "low_precision_skip_first": 1,
-    "low_precision_skip_last": 1,
-    "fp8_gradients": "e4m3",
-    "amax_history": 16,
-    "amax_algorithm": "most_recent",
-}
+GUARDED_KEYS = """
+    seed doc_masking packing optimizer muon_momentum learning_rate min_lr lr_schedule warmup_iters lr_decay_iters
+    wsd_decay_fraction wsd_decay_shape weight_decay beta1 beta2 grad_clip low_precision low_precision_scope
+    low_precision_skip_first low_precision_skip_last fp8_gradients amax_history amax_algorithm
+""".split()
 COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a product, not as they are stated
 
 
@@ -54,34 +34,38 @@ def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     return SavedState(10, 100, format=FORMAT, world_size=world_size, **facts)
 
 
-def test_every_guarded_key_is_in_the_table():
-    assert set(GUARDED) == CHANGED.keys() | COMPUTED
+def other_value(name: str):
+    """Another value than the key's default."""
+    was, kind = KEYS[name].default, KEYS[name].types[0]
+    return {bool: not was, int: 3, float: 0.25, str: "other", dict: {"factor": 2.0}}[kind]
 
 
-@pytest.mark.parametrize("name", CHANGED)
+def test_every_guarded_key_is_in_the_list():
+    assert set(GUARDED) == {*GUARDED_KEYS} | COMPUTED
+
+
+@pytest.mark.parametrize("name", GUARDED_KEYS)
 def test_a_changed_guarded_key_is_refused_by_name_and_allowed_by_name(name, tmp_path, caplog):
-    before, now = TrainConfig(), TrainConfig(**{name: CHANGED[name]})
+    before, now = TrainConfig(), TrainConfig(**{name: other_value(name)})
     data = saved(before).data
     with pytest.raises(UserError, match=f"{name}: checkpoint .*--allow_changes={name}$"):
         refuse_changes(tmp_path, saved(before), now, 1, data)
     refuse_changes(tmp_path, saved(before), replace(now, allow_changes=name), 1, data)
     assert f"allow_changes: {name} was" in caplog.text
-    both = replace(TrainConfig(**CHANGED), allow_changes=",".join(key for key in CHANGED if key != name))
+    others = ",".join(key for key in GUARDED_KEYS if key != name)
+    all_changed = TrainConfig(**{key: other_value(key) for key in GUARDED_KEYS}, allow_changes=others)
     with pytest.raises(UserError, match="was saved with other settings") as error:
-        refuse_changes(tmp_path, saved(before), both, 1, data)
+        refuse_changes(tmp_path, saved(before), all_changed, 1, data)
     assert f"settings: {name}: checkpoint" in str(error.value), "and no other one is named"
 
 
 def test_a_changed_key_that_is_not_guarded_is_noted_and_not_refused(tmp_path):
     silent = {"init_from", "resume_from", "allow_changes", "out_dir"}
-    for name, key in KEYS.items():
-        if name in (*GUARDED, *FACTORS):  # the product of the factors is guarded
-            continue
-        was = KEYS[name].default
-        other = {bool: not was, int: 3, float: 0.25, str: "other", dict: {"factor": 2.0}}[key.types[0]]
-        now = dataclasses.replace(TrainConfig(), **{name: other})
+    for name in KEYS.keys() - {*GUARDED, *FACTORS}:  # the product of the factors is guarded
+        other = other_value(name)
+        now = TrainConfig(**{name: other})
         refuse_changes(tmp_path, saved(TrainConfig()), now, 1, saved(TrainConfig()).data)
-        expected = {} if name in silent else {name: [was, other]}
+        expected = {} if name in silent else {name: [KEYS[name].default, other]}
         assert changed_settings(saved(TrainConfig()), now) == expected, name
 
 

@@ -60,7 +60,7 @@ def look(one: Liveness, ticks: int, meanwhile=lambda tick: None) -> None:
 # --- who is late ---
 
 
-def test_a_rank_that_is_silent_or_absent_is_late_and_not_dead(ranks):
+def test_a_rank_that_is_silent_or_absent_is_late_and_not_dead(ranks, monkeypatch):
     first, second, third = ranks(3)
     say(first, second)
     look(first, 500, lambda tick: second.publish(tick, -1, "starting"))
@@ -68,15 +68,11 @@ def test_a_rank_that_is_silent_or_absent_is_late_and_not_dead(ranks):
     look(second, 1)
     look(second, 500)
     assert second.silent == {0: 500}, "the others look at rank 0 alone"
-
-
-def test_a_store_that_does_not_answer_is_no_sign_of_life(ranks, monkeypatch):
-    first, second = ranks(2)
-    say(first, second)
-    look(first, 2)
+    # a store that does not answer is no sign of life
     monkeypatch.setattr(first, "_try", lambda action: None)
     look(first, 3)
-    assert first.silent == {1: 4} and first.late() == "rank 1: starting"
+    assert first.silent == {1: 3, 2: 503}
+    assert first.late() == "rank 1, rank 2: starting"
 
 
 def test_those_that_are_waited_for_are_named_with_their_machine(ranks, monkeypatch):
@@ -128,7 +124,7 @@ def test_one_rank_of_each_machine_says_that_it_waits_for_rank_0(waiting, rank, s
     watchdog = waiting(rank)
     for tick in range(31):
         watchdog._tick(tick)
-    assert watchdog.said == (["waiting for rank 0 of machine 0: not started"] if speaks else [])
+    assert watchdog.said == ["waiting for rank 0 of machine 0: not started"] * speaks
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -158,16 +154,6 @@ def test_a_rank_that_reads_data_has_not_stalled_and_one_that_does_nothing_has(mo
 
 
 # --- who has ended ---
-
-
-def test_a_rank_whose_connection_is_closed_has_ended(ranks):
-    first, second, third = ranks(3)
-    say(second, third)
-    assert first.ended() == [] and first.reason_to_end() is None
-    first.lost.add(2)
-    assert first.ended() == [2]
-    assert first.reason_to_end() == "rank 2 (node, process 102) has ended"
-    assert second.reason_to_end() == "rank 2 (node, process 102) has ended", "rank 0 has told it"
 
 
 def test_a_rank_that_has_done_its_work_has_not_failed_but_ends_a_rank_that_wants_to_join(ranks):
@@ -235,11 +221,15 @@ def test_two_threads_ask_a_store_that_does_not_answer_and_neither_waits_for_ever
     back.set()
 
 
-def test_the_first_reason_to_end_is_everyones(ranks):
-    first, second = ranks(2)
-    assert first.reason_to_end() is None
-    assert second.end_all("rank 1 failed") == "rank 1 failed"
-    assert first.end_all("lost contact") == first.reason_to_end() == "rank 1 failed"
+def test_a_rank_whose_connection_is_closed_has_ended_and_the_first_reason_to_end_is_everyones(ranks):
+    first, second, third = ranks(3)
+    say(second, third)
+    assert first.gone() == [] and first.reason_to_end() is None
+    first.lost.add(2)
+    assert first.gone() == [2]
+    said = "rank 2 (node, process 102) has ended"
+    assert first.reason_to_end() == second.reason_to_end() == said, "rank 0 has told it"
+    assert second.end_all("rank 1 failed") == first.end_all("lost contact") == said
 
 
 # --- what torchrun says ---

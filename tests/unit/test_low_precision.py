@@ -22,7 +22,7 @@ from recipes.formats import mxfp8, nvfp4
 from recipes.formats.hadamard import random_hadamard
 from recipes.nvfp4_linear import bits_of_operand
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision import low_precision_layers
+from training.optimization.low_precision import low_precision_layers, low_precision_line
 from training.optimization.low_precision import use_recipe as use_low_precision
 
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude
@@ -295,23 +295,6 @@ def test_a_run_resumes_bit_equal(folder, trained_by, processes):
     assert dict(zip(recipes, resumed, strict=True)) == {recipe: whole[strategy, recipe] for recipe in recipes}
 
 
-def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
-    keys = {"low_precision": "nvfp4", "low_precision_skip_last": 1, "n_layer": 2, "peak_tflops": 1.0}
-    (record,) = records(folder, {"says": keys})
-    said = record["startup_info"]["low_precision"]
-    assert said["executed"] == "bf16, emulates nvfp4" and said["native"] is False
-    assert said["support"] == "emulated: slower than bf16"
-    assert said["layers"] == 4 + 1  # the matrices of one block, and the head
-    counted = [row["mfu"] for row in record["training_iterations"] if row["mfu"]]
-    assert counted
-    for mfu in counted:
-        assert mfu["executed"] == "bf16, emulates nvfp4"
-        assert not [name for name in mfu if "fp8" in name or "fp4" in name]
-    assert "peak_fp8" not in record["startup_info"]["hardware"]
-    log = next((folder / "says").glob("run_*.log")).read_text()
-    assert "nvfp4 matmuls in layers_and_head but the last 1 blocks (bf16, emulates nvfp4)" in log
-
-
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "block_size": 32}
 
 
@@ -348,6 +331,8 @@ def test_first_and_last_blocks_stay_in_bf16(first, last, scope, blocks):
     keys = {"low_precision_skip_first": first, "low_precision_skip_last": last, "low_precision_scope": scope}
     config = TrainConfig(low_precision="mxfp8", **keys, **shape)
     layers, head = low_precision_layers(build_model(model_config("qwen3", **shape)), config)
+    ends = " and ".join(f"{name} {n} blocks" for name, n in (("first", first), ("last", last)) if n)
+    assert low_precision_line(config, "so") == f"mxfp8 matmuls in {scope} but the {ends} (so)"
     assert {int(path.split(".")[1]) for path in layers} == blocks
     assert all(path.startswith("blocks.") for path in layers)
     assert list(head) == (["head.lm_head"] if scope == "layers_and_head" else [])

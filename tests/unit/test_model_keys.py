@@ -25,11 +25,6 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 SCALING_FLAG = '--rope_scaling={"rope_type": "linear", "factor": 2.0}'
 
 
-def shapes(**overrides):
-    model = build_model(model_config("llama", **{**SMALL, **overrides}))
-    return {name.removeprefix("blocks.0.attn."): tuple(p.shape) for name, p in model.named_parameters()}
-
-
 @pytest.fixture
 def load(tmp_path):
     def load(*flags, text=""):
@@ -41,29 +36,6 @@ def load(tmp_path):
 
 
 # --- the model ---
-
-
-def test_a_stated_head_width_changes_the_projections_and_nothing_else():
-    usual, wide = shapes(), shapes(head_dim=24, qk_norm=True)
-    assert (usual["qkv.weight"], usual["out.weight"]) == ((4 * 16 + 2 * 2 * 16, 64), (64, 64))
-    assert (wide["qkv.weight"], wide["out.weight"]) == ((4 * 24 + 2 * 2 * 24, 64), (64, 4 * 24))
-    assert wide["q_norm.weight"] == wide["k_norm.weight"] == (24,)
-    changed = {name for name in usual if usual[name] != wide[name]}
-    assert changed == {f"{at}{part}.weight" for at in ("", "blocks.1.attn.") for part in ("qkv", "out")}
-    assert build_model(model_config("llama", **SMALL, head_dim=24)).rotary_cos.shape == (32, 12)
-
-
-def test_biases_of_q_k_and_v_start_at_zero_and_reach_the_logits():
-    model = build_model(model_config("qwen2", **SMALL)).init_weights("cpu", seed=0)
-    biases = [block.attn.qkv.bias for block in model.blocks]
-    assert not any(bias.any() for bias in biases)
-    ids = torch.arange(32)[None]
-    before = model(ids)
-    model(ids, ids).backward()
-    assert all(bias.grad.abs().sum() > 0 for bias in biases)
-    with torch.no_grad():
-        biases[0].add_(1.0)
-    assert not torch.equal(model(ids), before)
 
 
 def test_scaled_positions_are_in_the_buffers_also_after_the_weights_are_drawn():

@@ -38,19 +38,12 @@ def test_decay_falls_from_the_peak_to_min_lr_and_stays_there(schedule):
     assert decay[END - WARMUP :] == pytest.approx([FLOOR] * 20)
 
 
-def test_cosine_follows_its_formula():
+def test_cosine_follows_its_formula_wsd_over_all_is_linear_and_constant_stays_at_the_peak():
     for i in (WARMUP, 35, 60, 85, END):
         share = 0.5 * (1 + math.cos(math.pi * (i - WARMUP) / (END - WARMUP)))
         assert math.isclose(learning_rate(i, config()), FLOOR + share * (PEAK - FLOOR))
-    assert math.isclose(learning_rate(60, config()), (PEAK + FLOOR) / 2)
-
-
-def test_wsd_that_decays_all_the_way_is_linear_after_warm_up():
     wsd = rates(WARMUP, END + 1, lr_schedule="wsd", wsd_decay_fraction=1.0)
     assert wsd == pytest.approx(rates(WARMUP, END + 1, lr_schedule="linear"))
-
-
-def test_constant_stays_at_the_peak():
     assert rates(WARMUP, 3 * END, lr_schedule="constant") == pytest.approx([PEAK] * (3 * END - WARMUP))
 
 

@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-import torch
-from support.helpers import TINY, make_dataset, write_config
+from support.helpers import TINY
 
 import model
 import model_builder
@@ -46,18 +45,3 @@ def test_order_of_the_data_keeps_its_seeds():
     assert stream_seed(1337, EPOCH, 3) == 12033480821423410592
     assert stream_seed(1337, EVALUATION) == 11787149519771401653
     assert stream_seed(1337, MIXTURE_BLOCK, 5) == 6347850421643909034
-
-
-def test_dropout_of_a_run_has_the_seed_of_its_rank(tmp_path, monkeypatch, run):
-    """And so none of its data: the ranges of both do not overlap."""
-    seeds, manual_seed = [], torch.manual_seed
-
-    def noted(seed):
-        seeds.append(seed)
-        return manual_seed(seed)
-
-    monkeypatch.setattr(torch, "manual_seed", noted)
-    dataset = make_dataset(tmp_path / "tokens")
-    keys = {**TINY, "dataset": dataset, "dropout": 0.1, "seed": 5, "out_dir": tmp_path / "out"}
-    assert run(write_config(tmp_path / "config.py", **keys)) == 0
-    assert seeds == [stream_seed(5, DROPOUT, 0)]

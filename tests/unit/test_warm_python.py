@@ -1,13 +1,12 @@
 """A fork of tests/support/warm_python.py is as a fresh interpreter in everything that tests look at."""
 
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 from support import warm_python
-from support.helpers import HANG_S, ROOT
+from support.helpers import ROOT
 
 PROBE = """
 import json, os, signal, sys, threading
@@ -70,20 +69,3 @@ def test_a_script_ends_with_the_same_status_output_and_last_line(script, text):
     fork, fresh = both(script(text))
     assert (fork.returncode, fork.stdout) == (fresh.returncode, fresh.stdout)
     assert fork.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
-
-
-def test_it_can_be_written_to_signalled_and_waited_for(script):
-    text = "import sys, time; print(sys.stdin.readline(), file=sys.stderr); print('out'); time.sleep(100)"
-    command = [sys.executable, script(text)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = warm_python.Popen(command, **pipes, start_new_session=True)
-    process.stdin.write("in\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "in\n" and process.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.2)
-    os.killpg(process.pid, 0)
-    process.terminate()
-    assert process.wait(HANG_S) == -signal.SIGTERM == process.poll()
-    with pytest.raises(subprocess.TimeoutExpired):
-        warm_python.run(command, timeout=0.2)
