@@ -20,9 +20,10 @@ from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 # --- what a resume guards ---
 
 GUARDED_KEYS = """
-    seed doc_masking packing optimizer muon_momentum learning_rate min_lr lr_schedule warmup_iters lr_decay_iters
-    wsd_decay_fraction wsd_decay_shape weight_decay beta1 beta2 grad_clip low_precision low_precision_scope
-    low_precision_skip_first low_precision_skip_last fp8_gradients amax_history amax_algorithm
+    seed doc_masking packing optimizer muon_momentum learning_rate min_lr lr_schedule warmup_iters
+    lr_decay_iters wsd_decay_fraction wsd_decay_shape weight_decay beta1 beta2 grad_clip low_precision
+    low_precision_scope low_precision_skip_first low_precision_skip_last fp8_gradients amax_history
+    amax_algorithm
 """.split()
 COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a product, not as they are stated
 
