@@ -1,7 +1,6 @@
 """AdamW in one kernel against torch's, in every dtype that the keys allow; and in whole runs."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,12 +30,9 @@ class Case:
         self.device, self.generator = device, torch.Generator().manual_seed(0)
         shapes = (*MATRICES, *VECTORS)
         self.weights = [torch.nn.Parameter((0.02 * self.random(shape)).to(stored)) for shape in shapes]
-        copied = [None if copies is None else w.detach().to(copies, copy=True) for w in self.weights]
-        self.copies = dict(zip(self.weights, copied, strict=True))
-        self.shards = [
-            Shard(f"w{i}", weight, weight, working_copy=copy)
-            for i, (weight, copy) in enumerate(self.copies.items())
-        ]
+        self.copies = {w: copies and w.detach().to(copies, copy=True) for w in self.weights}
+        named = enumerate(self.copies.items())
+        self.shards = [Shard(f"w{i}", weight, weight, working_copy=copy) for i, (weight, copy) in named]
         stored, moments = (str(dtype).removeprefix("torch.") for dtype in (stored, moments))
         keys = {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAYS[0]}
         self.optimizer = AdamW(self.shards, TrainConfig(param_dtype=stored, adam_dtype=moments, **keys))
@@ -161,8 +157,8 @@ def test_the_8_bit_kernel_has_the_bits_of_the_plain_form_on_a_cpu():
     ],
     ids=lambda keys: "-".join(keys.values()),
 )
-def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp_path, monkeypatch, keys):
-    """With clipping. torch's fused kernel can be compared where weights and moments have one dtype."""
+def test_a_run_learns_and_publish_copies_nothing(tmp_path, monkeypatch, keys):
+    """With clipping. That each update is torch's, is above."""
     dataset = make_dataset(tmp_path / "tokens", train_tokens=50_000)
     parts = build(dataset, **{**ON_GPU, **keys})
     assert parts.step.optimizer.writes_copies
@@ -173,21 +169,6 @@ def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp
         copy = shard.working_copy
         assert copy is None or torch.equal(copy, shard.local.detach().to(copy.dtype)), shard.name
     assert losses[-1] < losses[0] - 0.1
-    if keys.get("param_dtype") != keys.get("adam_dtype"):  # also moments of 8 bits
-        return
-    other = build(dataset, **{**ON_GPU, **keys})
-    ours = other.step.optimizer
-    groups = [{"params": [s.local], "weight_decay": ours.decay(s)} for s in ours.shards]
-    theirs = torch.optim.AdamW(groups, lr=other.step.learning_rate, betas=ours.betas, fused=True)
-    theirs.state.update({shard.local: ours.kept(shard) for shard in ours.shards})
-
-    def step(rate, divisor, found_inf):
-        theirs.grad_scale, theirs.found_inf = divisor, found_inf
-        theirs.step()
-
-    other.step.optimizer = SimpleNamespace(step=step, writes_copies=False)
-    expected = [row[0] for row in train(other, iterations=range(12), sums=())]
-    assert losses == pytest.approx(expected, rel=1e-4 if keys["dtype"] == "float32" else 5e-3)
 
 
 def test_the_norm_of_whole_buckets_is_as_exact_as_that_of_single_gradients():

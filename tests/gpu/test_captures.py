@@ -11,8 +11,6 @@ from support.gpu_runs import train as run_it
 from support.graphed_runs import ON_GPU, build, captured, rate, same, train, weights
 from support.helpers import TINY, evaluations, make_dataset, write_config
 
-from training.evaluation import evaluate
-
 pytestmark = pytest.mark.gpu
 
 
@@ -209,22 +207,6 @@ def test_a_gradient_that_is_not_finite_skips_the_update_in_a_replay(dataset, dty
     assert step.choice["used"] == "CUDA Graph", step.choice
     assert runs[1][0] == runs[0][0]
     assert same(runs[1][1], runs[0][1])
-    step.close()
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_evaluation_between_replays_changes_nothing(dataset, compile):
-    runs = []
-    for make in (lambda parts: parts.step, captured):
-        parts = build(dataset, **ON_GPU, compile=compile)
-        step, results = make(parts), []
-        for first in range(0, 24, 3):
-            results += train(parts, step, range(first, first + 3))
-            world = parts.state.world
-            results.append(evaluate(parts.state.strategy.module, parts.windows, parts.config, world))
-        runs.append(results)
-    assert step.choice["used"] == "CUDA Graph", step.choice
-    assert runs[1] == runs[0]
     step.close()
 
 
