@@ -213,7 +213,7 @@ def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
 
 
 def test_a_dry_run_says_what_is_missing_and_what_the_gpu_cannot_do(answer):
-    """test_proposals.py types what it says would fit."""
+    """What it says would fit, is typed below."""
     text = answer("--gpu=A100-40GB", *STATED)
     assert re.search(r"Fits: +no, [\d.]+ GiB \(\d+ %\) is missing", text)
     lines = re.findall(r"^  (\d) GPUs?: .* \(\d+ x 2048 tokens, [\d.]+ GiB\)$", text, re.M)
