@@ -1,19 +1,22 @@
 """Bad numbers: every rank leaves the update out or none does, the run says so and ends where it should;
 replicas that drift apart are found."""
 
+import dataclasses
 import functools
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.bad_losses import changed, times
+import torch.distributed as dist
+from support.bad_losses import changed, no_gradient, times
 from support.faults import saved_steps
-from support.graphed_runs import Fake, build, graphed, rate, same, train, weights
-from support.helpers import TINY, last_run, launch, make_dataset, torchrun_command, write_config
+from support.graphed_runs import Fake, build, build_run, graphed, rate, same, train, weights
+from support.helpers import TINY, last_run, make_dataset, write_config
+from support.ranks import on_ranks
 
 import model
+import train as program
 from training.configuration.keys import TrainConfig
 from training.faults import replica_check as drift
 from training.faults.anomalies import MAX_PENDING, STUCK_ITERATIONS, AnomalyPolicy, Diverged
@@ -80,12 +83,6 @@ def test_ten_sigmas_are_a_spike_and_ordinary_noise_is_none(loss, norm, verdict):
     assert judge(watching(N - 1), 50.0, 50.0) == 0, "the window is not full"
 
 
-def test_nothing_is_a_spike_without_the_key():
-    health = watching(3 * N, skip_spikes=0.0)
-    assert judge(health, 1e6, 1e6) == 0
-    assert health.state() == {}
-
-
 def test_a_refused_value_does_not_enter_the_window_and_an_accepted_one_replaces_the_oldest():
     health = watching()
     window, accepted = (tensor.clone() for tensor in health.state().values())
@@ -122,15 +119,9 @@ def test_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does
     assert [i for i, (loss, norm) in pairs if judge(health, loss, norm)] == [2000]
 
 
-def test_judging_reads_no_value(monkeypatch):
-    """A GPU would be waited for, and a graph could not be captured."""
+def test_judging_reads_no_value(refuse_reading):
     health, values = watching(), (torch.tensor(3.0), torch.tensor(1.0))
-
-    def refuse(*_):
-        raise AssertionError("a tensor's value was read")
-
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
+    refuse_reading()
     health.judge(*values)
 
 
@@ -166,12 +157,11 @@ FAULTS = [
     (times(1000), BOTH),
 ]
 BF16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+OF_STORAGE = [{}, {**BF16, "adam_dtype": "bfloat16"}, {**BF16, "weight_rounding": "stochastic"}]
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {**BF16, "adam_dtype": "bfloat16"}, {**BF16, "weight_rounding": "stochastic"}],
-    ids=["fp32", "bf16", "stochastic"],
+    "keys", [{}, BF16 | {"adam_dtype": "bfloat16"}, BF16 | {"weight_rounding": "stochastic"}]
 )
 @pytest.mark.bad_numbers
 def test_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(dataset, keys):
@@ -371,59 +361,141 @@ def test_a_resumed_run_judges_spikes_by_the_window_of_the_run_before(run, config
 # --- two processes ---
 
 
+STRATEGIES = {
+    "ddp": [],
+    "ddp in bf16": ["--dtype=bfloat16", "--reduce_dtype=bfloat16"],
+    "zero1": ["--use_zero1=True"],
+    "fsdp": ["--use_fsdp=True"],
+    "hybrid": ["--use_fsdp=True", "--fsdp_sharding=hybrid"],  # two machines of one process
+}
+ON_ONE_RANK = {  # in its first micro-step -> the verdict
+    "nan loss": (NAN, LOSS),
+    "infinite loss": (changed(lambda loss: loss + math.inf), LOSS),
+    "nan gradient": (no_gradient, NORM),
+    "spike": (times(1000), BOTH),
+}
+
+
+def of_strategy(config: str, name: str, world: World) -> dict:
+    """What this rank finds where rank 1 has these faults, and at last a bit that others do not have."""
+    world = dataclasses.replace(world, local_size=1 if name == "hybrid" else world.size)
+    parts = build_run([config, *STRATEGIES[name], "--skip_spikes=6"], world)
+    strategy, generator = parts.state.strategy, torch.Generator().manual_seed(world.rank)
+    agree, agreed = strategy.loss_and_norm, []
+
+    def noted():
+        loss, norm = agree()
+        agreed[:] = loss.item(), norm.item()
+        return loss, norm
+
+    strategy.loss_and_norm = noted
+
+    def iterate() -> StepResult:
+        ids = torch.randint(parts.config.model_config().vocab_size, (2, 4, 33), generator=generator)
+        return parts.step(ids[..., :-1], ids[..., 1:], 1e-2)
+
+    def held() -> list[torch.Tensor]:
+        return all_state(parts) + [shard.parameter.data.clone() for shard in strategy.shards]
+
+    if world.rank == 1:
+        spoilt(parts, {2 * (N + 2 + n): fault for n, (fault, _) in enumerate(ON_ONE_RANK.values())})
+    found: dict = {"good": [iterate().verdict.item() for _ in range(N + 1)]}  # which fill the window
+    found["loss"] = iterate().loss.item()
+    found["agreed"] = list(agreed)
+    for fault in ON_ONE_RANK:
+        before, result = held(), iterate()
+        unchanged = same(before, held())
+        found[fault] = int(result.verdict), str(result.loss.item()), unchanged, drift.differences(parts.state)
+    before, verdict = held(), iterate().verdict.item()
+    found["then"] = verdict, any(map(torch.equal, before, held()))
+
+    check = drift.ReplicaCheck(parts.state, parts.config, Clock(CPU), record=None, start=0)
+    check.interval = 10
+    check.after_update(9)
+    replicated = [shard for shard in strategy.shards if shard.replicas > 1][-1:]
+    if world.rank == 1 and replicated:
+        weight = replicated[0].local.data.view(-1)
+        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+    found["held"], found["drift"] = [shard.name for shard in replicated], None
+    try:
+        check.after_update(15)  # not due
+        check.after_update(21)
+    except drift.ReplicasDiffer as error:
+        found["drift"] = str(error)
+    return found
+
+
+def of_a_run(config: str, world: World) -> str:
+    """How a run ends in which the replicas are compared after the first iteration, and rank 1 has a loss that
+    is no number in the second."""
+    make = program.EagerStep
+
+    def with_a_fault(strategy, *arguments, **options):
+        parts = SimpleNamespace(state=SimpleNamespace(strategy=strategy))
+        spoilt(parts, {3: NAN} if world.rank == 1 else {})
+        return make(strategy, *arguments, **options)
+
+    program.EagerStep, program.init_world = with_a_fault, lambda config, store: world
+    try:
+        program.main([config, "--max_iters=20", "--log_interval=5", "--drift_check_interval=1"])
+    except Diverged as error:
+        return str(error)
+    return "completed"
+
+
+def of_a_rank(world: World, config: str) -> dict:
+    update_guard.SPIKE_WINDOW = N
+    found = {name: of_strategy(config, name, world) for name in STRATEGIES}
+    found["run"] = of_a_run(config, world)  # with the group of the consensus
+    groups = dist.distributed_c10d._world.pg_map
+    limits = [group._get_backend(CPU).options._timeout for group in groups]
+    return found | {"limits": [limit.total_seconds() / 60 for limit in limits]}
+
+
 @pytest.fixture(scope="module")
 def two(dataset, tmp_path_factory):
-    """What health_worker.py found."""
+    """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("two")
     # 65 rows do not divide by 2
     keys = {**TINY, "vocab_size": 65, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
     config = write_config(folder / "run.py", **keys, dataset=str(dataset), out_dir=str(folder / "out"))
-    worker = ["tests/support/health_worker.py", config, folder / "results.json"]
-    launch([[*torchrun_command(2), *worker]])
-    return json.loads((folder / "results.json").read_text())
-
-
-STRATEGIES = ["ddp", "ddp in bf16", "zero1", "fsdp", "hybrid"]
-
-
-REASONS = {"nan loss": LOSS, "infinite loss": LOSS, "nan gradient": NORM, "spike": BOTH}
+    return on_ranks(2, "faults.test_health:of_a_rank", config)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("fault", REASONS)
+@pytest.mark.parametrize("fault", ON_ONE_RANK)
 @pytest.mark.bad_numbers
 def test_what_is_bad_on_one_rank_is_left_out_by_all(two, strategy, fault):
     """Item 17: one verdict; weights, moments, steps and window keep every bit, on both ranks."""
-    found, bits = two[strategy]["faults"][fault], REASONS[fault]
-    first, second = map(int, found["verdicts"])
-    assert first == second and (first & (3 if bits < 4 else 15)) == bits, found
-    assert found["unchanged"] == [True, True]
-    assert found["drifted"] == [[], []]
+    first, second = (rank[strategy][fault] for rank in two)
+    bits = ON_ONE_RANK[fault][1]
+    assert first[0] == second[0] and (first[0] & (3 if bits < 4 else 15)) == bits, (first, second)
+    assert first[2:] == second[2:] == [True, [[], []]]
     if "loss" in fault:
-        assert math.isfinite(float(found["losses"][0])) and not math.isfinite(float(found["losses"][1]))
+        assert math.isfinite(float(first[1])) and not math.isfinite(float(second[1]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_judged_is_the_mean_loss_and_one_norm_and_good_iterations_are_made(two, strategy):
-    losses, means, norms = two[strategy]["losses, agreed losses, agreed norms"]
+    first, second = (rank[strategy] for rank in two)
     rounding = 2**-7 if "bf16" in strategy else 1e-6  # the loss travels with the gradients
-    assert losses[0] != losses[1] and means[0] == means[1] and norms[0] == norms[1] > 0
-    assert means[0] == pytest.approx(sum(losses) / 2, rel=rounding)
-    assert not any(two[strategy]["good"])
-    assert two[strategy]["then"] == 0 and two[strategy]["goes on"]
+    assert first["loss"] != second["loss"] and first["agreed"] == second["agreed"]
+    mean, norm = first["agreed"]
+    assert mean == pytest.approx((first["loss"] + second["loss"]) / 2, rel=rounding) and norm > 0
+    assert not any(first["good"]) and first["then"] == second["then"] == [0, False], "all of it changes"
 
 
 @pytest.mark.hang
 def test_every_group_has_the_time_limit_of_the_run(two):
     """Those of hybrid sharding are made by torch: its own 10 or 30 minutes would end a run unexplained."""
-    limits = two["limits"]
+    limits = two[0]["limits"]
     assert len(limits) >= 3, "of all ranks, of the consensus, of hybrid sharding"
     assert set(limits) == {TrainConfig.start_timeout_minutes + WATCHDOG_FIRST_MINUTES}
 
 
 @pytest.mark.bad_numbers
 def test_every_rank_ends_the_run_and_names_the_one_with_the_bad_loss(two):
-    first, second = two["run"]
+    first, second = (rank["run"] for rank in two)
     assert first == second
     assert first.startswith("the loss of iteration 1 is nan on rank 1; its update was made on no rank.")
 
@@ -435,14 +507,13 @@ def test_every_rank_ends_the_run_and_names_the_one_with_the_bad_loss(two):
 @pytest.mark.replicas
 def test_one_bit_on_one_rank_is_found_at_the_next_check(two, strategy):
     """Item 18. Of an update that was made by 2 ranks nobody knows which is right, so both are named."""
-    found = two[strategy]["drift"]
+    first, second = (rank[strategy] for rank in two)
+    assert first["held"] == second["held"] and first["drift"] == second["drift"]
     if strategy == "fsdp":  # no two ranks hold the same
-        assert found == {"held": [], "messages": [None, None]}
+        assert first["held"] == [] and first["drift"] is None
         return
-    (name,), (first, second) = found["held"], found["messages"]
-    assert first == second
-    assert f"after iteration 21 rank 0, 1 hold different bits of {name}" in first
-    assert "last equal at iteration 10: resume from a checkpoint" in first
+    assert f"after iteration 21 rank 0, 1 hold different bits of {first['held'][0]}" in first["drift"]
+    assert "last equal at iteration 10: resume from a checkpoint" in first["drift"]
 
 
 @pytest.mark.replicas

@@ -1,21 +1,12 @@
 """Muon's kernels against their plain forms, its updates in captured graphs, and its bits over two GPUs."""
 
-import json
-
 import pytest
 import torch
 from support.gpu_runs import TWO_GPUS
 from support.graphed_runs import ON_GPU, build, captured, same, train, weights
-from support.helpers import (
-    TINY,
-    checkpoint_tensors,
-    launch,
-    make_dataset,
-    run_in_one_launch,
-    torchrun_command,
-    write_config,
-)
+from support.helpers import TINY, checkpoint_tensors, make_dataset, run_in_one_launch, write_config
 from support.muon_directions import assert_direction_of_float32, gradient_of_size
+from support.ranks import on_ranks
 
 from ops.orthogonalize import orthogonalize, symmetric_product
 from ops.quantization.random_bits import bf16_stochastically, weight_key
@@ -134,8 +125,7 @@ def test_replays_of_a_captured_update_have_the_bits_of_the_eager_step(dataset):
 @TWO_GPUS
 def test_the_same_gradients_give_the_bits_of_one_process_s_updates_on_two_gpus(tmp_path, dataset):
     config = write_config(tmp_path / "run.py", **{**TINY, **ON_GPU, "optimizer": "muon", "dataset": dataset})
-    (output,) = launch([[*torchrun_command(2), "tests/support/muon_worker.py", config]])
-    assert "equal on 2 processes" in output
+    assert on_ranks(2, "runs.test_strategies:wrong_updates", config, "bfloat16") == [[], []]
 
 
 @TWO_GPUS
@@ -159,6 +149,5 @@ def test_ddp_and_zero1_make_the_same_weights_on_two_gpus(tmp_path, dataset):
 def test_an_update_only_sends_rows_to_owners_and_back(tmp_path, dataset, strategy):
     """As on a CPU, tests/runs/test_collectives.py: FSDP gathers no weight for it."""
     config = write_config(tmp_path / "run.py", **{**TINY, **ON_GPU, "dataset": dataset})
-    (output,) = launch([[*torchrun_command(2), "tests/support/collectives_worker.py", config]])
-    found = json.loads(output.splitlines()[-1])
+    found = on_ranks(2, "runs.test_collectives:counts", config)[0]
     assert found[f"{strategy} muon"] == found[f"{strategy} adamw"] | {"alltoall_base": 2}

@@ -71,6 +71,7 @@ SMALL_RUN = {
     "min_lr": 1e-4,
     "keep_last": None,
 }
+STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 
 
 def make_dataset(
@@ -119,6 +120,10 @@ def last_run(out_dir: Path) -> dict:
     paths = sorted(Path(out_dir).glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
     assert paths, f"no run record in {out_dir}"
     return json.loads(paths[-1].read_text())
+
+
+def losses(record: dict) -> list[float]:
+    return [row["loss"] for row in record["training_iterations"]]
 
 
 def evaluations(record: dict) -> list[tuple[int, float, float]]:

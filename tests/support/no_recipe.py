@@ -1,4 +1,4 @@
-"""For tests/runs/test_third_recipe.py: a module whose RECIPE is no recipe."""
+"""For tests/unit/test_choices.py: a module whose RECIPE is no recipe."""
 
 
 class NotOne:

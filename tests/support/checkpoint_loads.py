@@ -1,18 +1,6 @@
-"""Run by test_strategies.py, alone or under torchrun: loads every checkpoint given
-with every strategy at this world size and compares each tensor with what the safetensors library reads from
-the same files. Exits with 0 if all agree.
+"""What test_strategies.py lets ranks do: load every checkpoint by every strategy."""
 
-    load_worker.py CONFIG [--save=FOLDER] [--KEY=VALUE ...] CHECKPOINT_DIR[=OTHER_DIR] ...
-
-With --save, each strategy first saves what it has loaded from the first checkpoint to FOLDER/STRATEGY-SIZE,
-and these are loaded, too. With OTHER_DIR, every tensor must be that of this other checkpoint. In one process,
-ZeRO-1 and FSDP shard over one rank, which train.py would refuse.
-"""
-
-import sys
 from pathlib import Path
-
-sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import torch
 import torch.distributed as dist
@@ -26,9 +14,7 @@ from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.files_and_flags import load_config
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.process.exit_status import end_process
-from training.process.launch import launch_info
-from training.process.world import init_world
+from training.process.world import World
 from training.strategies.fsdp import Fsdp
 from training.strategies.replicated import Replicated
 from training.strategies.zero1 import Zero1
@@ -41,10 +27,11 @@ STRATEGIES = {
 }
 
 
-def load(name: str, settings: list[str], world, folder: str):
-    """(settings, state, where it stands) of a model that was drawn anew and then loaded the checkpoint."""
+def load(name: str, settings: list[str], world: World, folder: str):
+    """(settings, state, where it stands) of a model that was drawn anew and then loaded the checkpoint. Also
+    on one rank ZeRO-1 and FSDP shard, which train.py would refuse."""
     flags, strategy_class = STRATEGIES[name]
-    config = load_config([*settings, *flags], max(world.size, 2))  # one is refused for sharding
+    config = load_config([*settings, *flags], max(world.size, 2))
     model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=99)
     strategy = strategy_class(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
@@ -65,44 +52,36 @@ def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[st
     return wrong
 
 
-def save(config, state: TrainState, progress, out_dir: Path) -> Path:
+def save(config, state: TrainState, progress, out_dir: Path) -> str:
     saver = make_saver(config, state)
     out_dir.mkdir(parents=True, exist_ok=True)  # a save makes its folder, not those above it
     saver.root = out_dir / "checkpoints"
     saver.begin(Progress(progress.iteration, progress.samples_seen))
-    return saver.completed(wait=None).final
+    return str(saver.finished(wait=None).final)
 
 
-def main(settings: list[str], folders: list[str], save_to: str | None) -> None:
-    others = dict(text.split("=", 1) for text in folders if "=" in text)
-    folders = [text.split("=", 1)[0] for text in folders]
-    world_size = launch_info()[2]
-    names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world_size > 1)
-    world = init_world(load_config(settings, world_size))
+def load_all(world: World, *arguments: str) -> int:
+    """CONFIG.py, --KEY=VALUE, CHECKPOINT_DIR[=OTHER_DIR]: loads every checkpoint with every strategy at this
+    world size, and compares each tensor with what the safetensors library reads from the same files, or from
+    this other checkpoint. With --save=FOLDER, each strategy first saves what it has loaded from the first
+    checkpoint to FOLDER/STRATEGY-SIZE, and these are loaded, too. The number of loads."""
+    settings = [text for text in arguments if text.endswith(".py") or text.startswith("--")]
+    save_to = [text.partition("=")[2] for text in settings if text.startswith("--save=")]
+    settings = [text for text in settings if not text.startswith("--save=")]
+    pairs = [text.partition("=")[::2] for text in arguments if not text.endswith(".py") and text[:2] != "--"]
+    names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world.size > 1)
     if world.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if save_to:
-        loads = {name: load(name, settings, world, folders[0]) for name in names}
-        folders = [
-            *folders,
-            *(save(*found, Path(save_to) / f"{n}-{world.size}") for n, found in loads.items()),
-        ]
-    iteration = int(Path(folders[0]).name.removeprefix("step-"))  # of all: copies are of the first
-    for folder in folders:
-        expected = checkpoint_tensors(others.get(folder, folder))
+        loads = {name: load(name, settings, world, pairs[0][0]) for name in names}
+        folders = {name: Path(save_to[0]) / f"{name}-{world.size}" for name in names}
+        pairs += [(save(*found, folders[name]), "") for name, found in loads.items()]
+    iteration = int(Path(pairs[0][0]).name.removeprefix("step-"))  # of all: copies are of the first
+    for folder, other in pairs:
+        expected = checkpoint_tensors(other or folder)
         for name in names:
             _, state, progress = load(name, settings, world, folder)
             assert progress.iteration == iteration, progress
             wrong = differences(state, expected)
             assert not wrong, (folder, name, world, wrong)
-    if world.is_main:
-        print(f"loaded {len(folders) * len(names)} pairs", flush=True)
-    end_process(world)
-
-
-if __name__ == "__main__":
-    options = [text for text in sys.argv[2:] if text.startswith("--")]
-    rest = [text for text in sys.argv[2:] if not text.startswith("--")]
-    save_to = [text.split("=", 1)[1] for text in options if text.startswith("--save=")]
-    keys = [text for text in options if not text.startswith("--save=")]
-    main([sys.argv[1], *keys], rest, save_to[0] if save_to else None)
+    return len(pairs) * len(names)
