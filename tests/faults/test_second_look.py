@@ -1,21 +1,13 @@
 """The second look: a bit that flips in one of two passes is found, named, and reaches no weight; without a
 fault, nothing changes."""
 
-import json
-
 import pytest
 import torch
 from support.faults import digest, saved_steps
 from support.flipped_bits import BIT, ELEMENT, flip, flip_activation, flip_gradient
-from support.graphed_runs import Fake, build, graphed, rate, same, weights
-from support.helpers import (
-    TINY,
-    last_run,
-    launch,
-    make_dataset,
-    torchrun_command,
-    write_config,
-)
+from support.graphed_runs import Fake, build, build_run, graphed, rate, same, weights
+from support.helpers import TINY, last_run, make_dataset, write_config
+from support.ranks import on_ranks
 
 import train
 from common.errors import UserError
@@ -27,7 +19,7 @@ from training.faults.anomalies import AnomalyPolicy, Diverged
 from training.hardware.attention_kernels import choose_attention
 from training.optimization import second_look
 from training.optimization.update_guard import SECOND_LOOK
-from training.process.world import ALONE
+from training.process.world import ALONE, World
 
 CPU = torch.device("cpu")
 BF16 = {"dtype": "bfloat16"}
@@ -117,17 +109,11 @@ def test_without_it_no_pass_is_repeated_and_nothing_is_summed(dataset, monkeypat
     assert len(forwards) == 6
 
 
-def test_a_second_look_reads_no_value(dataset, monkeypatch):
-    """A GPU would be waited for, and a graph could not be captured."""
+def test_a_second_look_reads_no_value(dataset, refuse_reading):
     parts = build(dataset, gradient_accumulation_steps=2, **BF16)
     parts.step.is_first = False  # the first micro-step of a process looks for a multiple of the loss
     batch = parts.loader.next()
-
-    def refuse(*_):
-        raise AssertionError("a tensor's value was read")
-
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
+    refuse_reading()
     parts.step(*batch, 1e-2, False, True)
 
 
@@ -171,19 +157,16 @@ def test_a_lasting_flip_in_a_working_copy_is_found(dataset, keys, what):
     parts = build(dataset, gradient_accumulation_steps=2, **keys)
     strategy = parts.state.strategy
     iterate(parts, range(2), looks=(0,))
-    if "quantized" in what:
-        layers = [m for m in strategy.module.modules() if isinstance(m, Float8Linear)]
-        flip(layers[1].quantized.columns, bit=3)
-    else:
-        flip(strategy.working_copies()[WEIGHT], bit=3)
-    before = weights(parts)
+    layers = [m for m in strategy.module.modules() if isinstance(m, Float8Linear)]
+
+    def flip_copy():
+        flip(layers[1].quantized.columns if layers else strategy.working_copies()[WEIGHT], bit=3)
+        return weights(parts)
+
+    before = flip_copy()
     assert iterate(parts, [2])[0][2] == 0, "nobody looks, and the numbers look right"
     assert not same(weights(parts), before)
-    if "quantized" in what:
-        flip(layers[1].quantized.columns, bit=3)
-    else:
-        flip(strategy.working_copies()[WEIGHT], bit=3)
-    before = weights(parts)
+    before = flip_copy()
     assert iterate(parts, [3], looks=(3,))[0][2] == SECOND_LOOK
     assert same(weights(parts), before)
     (name,) = parts.step.second_look.differences()
@@ -195,8 +178,8 @@ def test_a_lasting_flip_in_a_working_copy_is_found(dataset, keys, what):
 
 def test_graphs_look_twice_in_a_capture_of_their_own(dataset, graph_lines):
     looks = (0, 15, 18, 21)
-    eager, parts, fake = (build(dataset, gradient_accumulation_steps=2) for _ in range(2)), None, Fake()
-    plain, parts = eager
+    plain, parts = (build(dataset, gradient_accumulation_steps=2) for _ in range(2))
+    fake = Fake()
     step = graphed(parts, fake)
     assert iterate(parts, range(24), looks, step) == iterate(plain, range(24))
     assert same(weights(parts), weights(plain))
@@ -220,50 +203,120 @@ def test_a_flip_during_a_replay_is_named_after_later_replays(dataset):
 # --- processes ---
 
 
+TWO = "--gradient_accumulation_steps=2"
+STRATEGIES = {
+    "ddp": [TWO],
+    "ddp, one micro-step": ["--dtype=bfloat16", "--reduce_dtype=bfloat16"],
+    "zero1": ["--use_zero1=True", "--dtype=bfloat16", TWO],
+    "zero1, one micro-step": ["--use_zero1=True"],
+    "fsdp": ["--use_fsdp=True", TWO],
+    "fsdp in bf16": ["--use_fsdp=True", "--dtype=bfloat16", "--reduce_dtype=bfloat16", TWO],
+    "fsdp, one micro-step": ["--use_fsdp=True"],
+    "fsdp, fp8": ["--use_fsdp=True", "--dtype=bfloat16", "--low_precision=fp8_delayed", TWO],
+    "zero1, fp8": ["--use_zero1=True", "--dtype=bfloat16", "--low_precision=fp8_tensorwise", TWO],
+}
+OF_RANK_1 = [name for name in STRATEGIES if name != "fsdp, one micro-step"]
+
+
+class Rank:
+    """One strategy's parts on this rank."""
+
+    def __init__(self, config: str, strategy: str, world: World):
+        self.parts, self.world = build_run([config, *STRATEGIES[strategy]], world), world
+        self.strategy, self.step = self.parts.state.strategy, self.parts.step
+        self.generator = torch.Generator().manual_seed(world.rank)
+
+    def iterate(self, second_look: bool = False):
+        shape = (self.parts.config.micro_steps, 2, 33)
+        ids = torch.randint(self.parts.config.vocab_size, shape, generator=self.generator)
+        return self.step(ids[..., :-1], ids[..., 1:], 1e-2, False, second_look)
+
+    def changes(self, *looks: bool) -> list[torch.Tensor]:
+        """The loss of each iteration, and all that it changes."""
+        found = [[self.iterate(look).loss, *everything(self.parts)] for look in looks]
+        return [tensor for each in found for tensor in each]
+
+    def suffer(self, plant) -> dict:
+        """What a second look finds after plant() on rank 1."""
+        self.iterate(second_look=True)
+        if self.world.rank == 1:
+            plant(self.strategy)
+        before, result = weights(self.parts), self.iterate(second_look=True)
+        found = {"verdict": result.verdict.item(), "unchanged": same(before, weights(self.parts))}
+        found["names"] = list(self.step.second_look.differences())
+        policy = AnomalyPolicy(self.parts.config, self.world, record=None, start=7)
+        policy.second_look = self.step.second_look
+        policy.add(self.iterate())
+        policy.add(result)
+        with pytest.raises(Diverged) as error:
+            policy.read_now()
+        return found | {"message": str(error.value), "next verdict": self.iterate(True).verdict.item()}
+
+
+def layer_of(strategy) -> Float8Linear:
+    return strategy.module.get_submodule(WEIGHT.removesuffix(".weight"))
+
+
+def of_a_rank(world: World, config: str) -> dict:
+    everything_found = {}
+    for name in STRATEGIES:
+        plain, looking = Rank(config, name, world), Rank(config, name, world)
+        expected, found = plain.changes(*[False] * 4), looking.changes(True, False, True, True)
+        faults = {
+            "gradient": lambda strategy: flip_gradient(strategy, 1, WEIGHT),
+            "activation": lambda strategy: flip_activation(strategy, 0),
+        }
+        if name == "zero1":  # the first row is rank 0's
+            faults["copy"] = lambda strategy: flip(strategy.working_copies()[WEIGHT], bit=3)
+        if name == "fsdp, fp8":
+            faults["copy"] = lambda strategy: flip(layer_of(strategy).quantized.rows, bit=3)
+        everything_found[name] = {"same bits": same(expected, found)} | {
+            fault: Rank(config, name, world).suffer(plant) for fault, plant in faults.items()
+        }
+    return everything_found
+
+
 @pytest.fixture(scope="module")
-def of_two_ranks(dataset, tmp_path_factory):
+def ranks(dataset, tmp_path_factory):
+    """What each of two ranks found, of which the second has the faults."""
     folder = tmp_path_factory.mktemp("ranks")
     config = write_config(folder / "run.py", **{**TINY, "batch_size": 2, "dataset": str(dataset)})
-    path = folder / "results.json"
-    launch([[*torchrun_command(2), "tests/support/second_look_worker.py", config, path]])
-    return json.loads(path.read_text())
+    return on_ranks(2, "faults.test_second_look:of_a_rank", config)
 
 
-OF_RANK_1 = ["ddp", "ddp, one micro-step", "zero1", "zero1, one micro-step", "zero1, fp8"]
-OF_RANK_1 += ["fsdp", "fsdp in bf16", "fsdp, fp8"]
+def found_by(ranks, strategy: str, fault: str) -> tuple[dict, dict]:
+    """Of both ranks, which refuse the update."""
+    both = [rank[strategy][fault] for rank in ranks]
+    assert [(found["verdict"], found["unchanged"]) for found in both] == [(SECOND_LOOK, True)] * 2
+    return both
 
 
-@pytest.mark.parametrize("strategy", [*OF_RANK_1, "fsdp, one micro-step"])
-def test_ranks_without_a_fault_have_the_bits_of_a_run_without_second_looks(of_two_ranks, strategy):
-    assert of_two_ranks[strategy]["same bits"] == [True, True]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_without_a_fault_have_the_bits_of_a_run_without_second_looks(ranks, strategy):
+    assert [rank[strategy]["same bits"] for rank in ranks] == [True, True]
 
 
 @pytest.mark.parametrize("strategy", OF_RANK_1)
 @pytest.mark.parametrize("fault", ["gradient", "activation"])
-def test_the_rank_that_computes_wrongly_is_named_and_no_rank_makes_the_update(of_two_ranks, strategy, fault):
-    found = of_two_ranks[strategy][fault]
-    assert found["verdicts"] == [SECOND_LOOK] * 2 and found["unchanged"] == [True] * 2
-    assert not found["names"][0] and f"gradient of {WEIGHT}" in found["names"][1]
-    assert found["messages"][0] == found["messages"][1]
-    assert "different bits: rank 1 (" in found["messages"][0]
-    assert found["next verdicts"] == [0, 0]
+def test_the_rank_that_computes_wrongly_is_named_and_no_rank_makes_the_update(ranks, strategy, fault):
+    first, second = found_by(ranks, strategy, fault)
+    assert not first["names"] and f"gradient of {WEIGHT}" in second["names"]
+    assert first["message"] == second["message"] and "different bits: rank 1 (" in first["message"]
+    assert first["next verdict"] == second["next verdict"] == 0
 
 
-def test_with_one_micro_step_fsdp_compares_what_is_reduced_and_says_so(of_two_ranks):
-    found = of_two_ranks["fsdp, one micro-step"]["activation"]
-    assert found["verdicts"] == [SECOND_LOOK] * 2 and found["unchanged"] == [True] * 2
-    assert all(f"gradient of {WEIGHT}, mean over the ranks, so" in " ".join(n) for n in found["names"])
-    assert "the loss" not in found["names"][0] and "the loss" in found["names"][1]
+def test_with_one_micro_step_fsdp_compares_what_is_reduced_and_says_so(ranks):
+    both = found_by(ranks, "fsdp, one micro-step", "activation")
+    assert all(f"gradient of {WEIGHT}, mean over the ranks, so" in " ".join(one["names"]) for one in both)
+    assert ["the loss" in one["names"] for one in both] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("strategy", "copy"),
     [("zero1", "(working weights)"), ("fsdp, fp8", "(quantized rows)")],  # zero1: of rows that rank 0 updates
 )
-def test_a_lasting_flip_in_one_ranks_working_copy_is_found(of_two_ranks, strategy, copy):
-    found = of_two_ranks[strategy]["copy"]
-    assert found["verdicts"] == [SECOND_LOOK] * 2 and found["unchanged"] == [True] * 2
-    assert found["names"] == [[], [f"{WEIGHT} {copy}"]]
+def test_a_lasting_flip_in_one_ranks_working_copy_is_found(ranks, strategy, copy):
+    assert [one["names"] for one in found_by(ranks, strategy, "copy")] == [[], [f"{WEIGHT} {copy}"]]
 
 
 # --- whole runs ---

@@ -1,24 +1,25 @@
 """CUDA Graphs with ZeRO-1 and FSDP on two GPUs: losses, evaluations and final weights are those of the eager
 run, bit for bit. Each pair of runs shares its processes, so both take the same compiled kernels."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from support.gpu_runs import TWO_GPUS, needs_fp8
-from support.graphed_runs import ON_GPU
+from support.graphed_runs import ON_GPU, build, captured, same, train, weights
 from support.helpers import (
     TINY,
     checkpoint_tensors,
     evaluations,
     last_run,
-    launch,
     make_dataset,
     run_in_one_launch,
     torchrun_command,
     write_config,
 )
+from support.ranks import on_ranks
+
+from training.configuration.files_and_flags import load_config
+from training.process.world import World
 
 pytestmark = [pytest.mark.gpu, TWO_GPUS]
 
@@ -94,13 +95,28 @@ def test_a_captured_run_resumes_captured(folder, name):
     assert record["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
 
 
+def failed_capture(world: World, config: str) -> dict:
+    """A capture that fails on rank 1 alone, in which NCCL has sent gradients and sends weights."""
+    dataset = load_config([config], world.size).dataset
+    keys = {**ON_GPU, "use_zero1": True, "gradient_accumulation_steps": 2, "vocab_size": 65}
+    eager, parts = build(dataset, world, **keys), build(dataset, world, **keys)
+    expected = train(eager, iterations=range(14))
+
+    def fails(*arguments):
+        result = parts.step(*arguments)
+        if world.rank == 1 and torch.cuda.is_current_stream_capturing():
+            raise ValueError("not while capturing")
+        return result
+
+    step = captured(parts, fails)
+    equal = train(parts, step, range(14)) == expected and same(weights(parts), weights(eager))
+    step.close()
+    return {"choice": step.choice, "equal": equal}
+
+
 def test_a_zero1_run_goes_on_after_a_capture_that_failed_on_one_rank(folder, monkeypatch):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # as train.py does
-    results = folder / "results.json"
-    worker = ["tests/support/graphs_worker.py", folder / "tokens", results, "cuda"]
-    launch([[*torchrun_command(2), *worker]])
-    for rank in json.loads(results.read_text()):
-        found = rank["failure"]
+    for found in on_ranks(2, "gpu.test_captured_sharding:failed_capture", folder / "run.py"):
         assert found["choice"]["used"] == "eager step"
         assert found["choice"]["reason"] == "rank 1: ValueError: not while capturing"
         assert found["equal"]

@@ -9,8 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-HERE, TESTS, ROOT = map(str, Path(__file__).resolve().parents[:3])
-sys.path[:] = [ROOT, TESTS, *(path for path in sys.path if path != HERE)]  # faults.py is in HERE
+sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import torch.distributed as dist
 from support.helpers import launch, torchrun_command
@@ -46,6 +45,7 @@ def main(function: str, *arguments: str) -> None:
     liveness.meet = meeting(store, "run")
     world = init_world(load_config([arguments[0]], size), store)
     module, _, name = function.partition(":")
+    sys.path.remove(str(Path(__file__).resolve().parent))  # where faults.py is, which is not tests/faults/
     everyone = gather_objects(getattr(importlib.import_module(module), name)(world, *arguments), world)
     if world.is_main:
         print("\n" + json.dumps(everyone), flush=True)
