@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib
 import importlib.machinery
 import re
 import runpy
@@ -15,11 +16,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, precision, recovery, throughput, time_to_loss
-from bench.plan import check_overrides
-from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
-from tools import evaluate, tune
-from tools.profile import __main__ as profile
+from bench.plan import RESERVED, check_overrides
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS
 from training.dry_run import dry_run
@@ -68,14 +65,10 @@ def header_lines(source: str) -> list[str]:
     return whole + re.findall(r"python \S+\.py", header)
 
 
-def image_lines(source: str) -> list[str]:
-    """What a Dockerfile runs, but for the system's packages."""
-    return re.findall(r"^(?:RUN|CMD) (?!apt-get )(.+)$", source, re.M)
-
-
 def all_commands() -> list:
     lines = [(name, line) for name, text in TEXTS.items() for line in document_lines(text)]
-    lines += [("Dockerfile", line) for line in image_lines((ROOT / "Dockerfile").read_text())]
+    image = re.findall(r"^(?:RUN|CMD) (?!apt-get )(.+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    lines += [("Dockerfile", line) for line in image]
     for pattern in (*SCRIPTS, "config/*.py"):
         found_in = header_lines if pattern == "config/*.py" else docstring_lines
         for path in sorted(ROOT.glob(pattern)):
@@ -198,16 +191,6 @@ def check_pip(arguments: list[str]):
             assert re.search(rf"^{re.escape(package)}(\s|$)", pins, re.M), package
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
-def test_the_commands_of_the_readme_for_several_gpus_fit_each_that_they_may_meet(gpu):
-    text = TEXTS["README.md"].replace("\\\n", " ")
-    commands = re.findall(r"^torchrun .*nproc_per_node=(\d+) train\.py (.*)$", text, re.M)
-    assert commands
-    for processes, arguments in commands:
-        config = load_config([*shlex.split(arguments), "--dry_run=True", f"--gpu={gpu}"], int(processes))
-        assert any(re.match(r"Fits: +yes", line) for line in dry_run(config, int(processes))), gpu
-
-
 def check_python(arguments: list[str], world_size: int, script):
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
@@ -221,43 +204,26 @@ def check_python(arguments: list[str], world_size: int, script):
 
 
 def check_module(module: str, arguments: list[str], script):
-    if module == "tools.profile":
-        parsed, overrides = profile.parse(arguments)
-        load_config([parsed.config, *overrides, "--profile=time"], parsed.nproc)
-    elif module == "tools.tune":
-        parsed, overrides = tune.parse(arguments)
-        load_config([parsed.config, *overrides], parsed.nproc)
-    elif module == "tools.evaluate":
-        assert evaluate.parse(arguments)
-    elif module.startswith(("data.", "tools.")):
-        script(module, arguments)
-    elif module.startswith("bench."):
-        check_benchmark(module, arguments, script)
-    elif module == "pytest":
-        check_pytest(arguments)
-    else:
-        assert (module, arguments) in (("venv", [".venv"]), ("docs.generate", []))
-
-
-def check_benchmark(module: str, arguments: list[str], script):
-    if module == "bench.precision":
-        parsed, overrides = precision.parse(arguments)
-        check_overrides(overrides, precision.OTHERS)
-        assert parsed.rows and parsed.seeds
-    elif module == "bench.time_to_loss":
-        parsed, overrides = time_to_loss.parse(arguments)
-        check_overrides(overrides, time_to_loss.OTHERS)
-        assert {*parsed.variants} <= {*time_to_loss.KEYS}
-    elif module == "bench.recovery":
-        parsed, overrides = recovery.parse(arguments)
-        load_config([str(parsed.config), *overrides], parsed.processes)
-    elif module == "bench.random_tokens":
-        assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX
-    elif module == "bench.throughput":
-        check_overrides(throughput.parse(arguments)[1])
-    else:
-        assert module in ("bench.peer", "bench.roofline")
-        load_config(peer.parse(arguments)[1] if module == "bench.peer" else arguments)
+    """Some leave flags of train.py over."""
+    if module == "pytest":
+        return check_pytest(arguments)
+    if (module, arguments) in (("venv", [".venv"]), ("docs.generate", [])):
+        return None
+    assert module.startswith(("data.", "tools.", "bench."))
+    if module == "bench.roofline":
+        return load_config(arguments)
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    program = importlib.import_module(f"{module}.__main__" if is_package else module)
+    parsed = module != "tools.plan" and hasattr(program, "parse") and program.parse(arguments)
+    if not isinstance(parsed, tuple):  # argparse's own answer
+        return script(module, arguments)
+    options, flags = parsed
+    if module == "bench.peer":
+        return load_config(flags)
+    check_overrides(flags, getattr(program, "RESERVED", getattr(program, "OTHERS", RESERVED)))
+    if getattr(options, "config", None):
+        processes = getattr(options, "nproc", getattr(options, "processes", 1))
+        load_config([str(options.config), *flags], processes)
 
 
 def check_pytest(arguments: list[str]):
@@ -270,6 +236,16 @@ def check_pytest(arguments: list[str]):
     parser.add_argument("--collect-only", action="store_true")
     parser.add_argument("paths", nargs="*")
     assert all((ROOT / path.partition("::")[0]).exists() for path in parser.parse_args(arguments).paths)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
+def test_the_commands_of_the_readme_for_several_gpus_fit_each_that_they_may_meet(gpu):
+    text = TEXTS["README.md"].replace("\\\n", " ")
+    commands = re.findall(r"^torchrun .*nproc_per_node=(\d+) train\.py (.*)$", text, re.M)
+    assert commands
+    for processes, arguments in commands:
+        config = load_config([*shlex.split(arguments), "--dry_run=True", f"--gpu={gpu}"], int(processes))
+        assert any(re.match(r"Fits: +yes", line) for line in dry_run(config, int(processes))), gpu
 
 
 @pytest.mark.parametrize("line", all_commands())
@@ -309,19 +285,19 @@ def test_wrong_command_would_be_found(line, script, monkeypatch):
         check_line(line, script)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```sh\npython absent.py\n```\n",
-        "```\npython absent.py\n```\n",
-        "```text\npython absent.py\n```\n",
-        "- a list\n\n  ```sh\n  A=1 python \\\n      absent.py\n  ```\n",
-        "Type `python -m pytest absent.py` first.\n",
-    ],
-)
-def test_a_command_is_found_in_a_block_and_in_a_sentence(text):
-    (line,) = document_lines(f"# Title\n\n{text}\nThe end.\n")
-    assert re.fullmatch("(A=1 )?python (-m pytest )?absent.py", line)
+FOUND = ("python -m pytest absent.py", "A=1 python absent.py")
+BLOCKS = {  # what stands in a document -> the commands that are found there
+    f"```sh\n{FOUND[0]}\n```\n": FOUND[:1],
+    f"```\n{FOUND[0]}\n```\n": FOUND[:1],
+    "- a list\n\n  ```sh\n  A=1 python \\\n      absent.py\n  ```\n": FOUND[1:],
+    f"Type `{FOUND[0]}` first.\n": FOUND[:1],
+    "```text\npythonic\n```\n\n```json\n{}\n```\n\n```mermaid\na --> b\n```\nmake a run, then cp it.\n": (),
+}
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_a_command_is_found_in_a_block_and_in_a_sentence_and_nothing_else_is_one(text):
+    assert document_lines(f"# Title\n\n{text}\nThe end.\n") == list(BLOCKS[text])
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -331,8 +307,3 @@ def test_no_command_stands_in_a_block_of_another_kind(name):
     languages = {language for language, _ in fences(TEXTS[name])}
     assert languages <= {"", "sh", "text", "python", "py", "mermaid", "diff"}
     assert re.findall(r"^ *\$ .*$", TEXTS[name], re.M) == []
-
-
-def test_what_is_no_command_is_left_alone():
-    text = "```text\npythonic\nCUDA Graph: captured\n```\n\n```json\n{}\n```\n\n```mermaid\na --> b\n```\n"
-    assert document_lines(text + "\nmake a run, then cp it.\n") == []

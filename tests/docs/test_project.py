@@ -1,6 +1,5 @@
 """The habits of a public project: what an installation needs, once; license, citation, versions, CI."""
 
-import json
 import os
 import re
 import sys
@@ -25,7 +24,6 @@ EXTRAS = {
     for extra in ("data", "gpu", "quack", "trackers", "peers", "evaluate", "dev")
 }
 IN_NO_EXTRA = {"liger-kernel"}  # a peer, of bench.throughput alone
-ABSOLUTE_PATH = re.compile(r"""["' =:]/(?:home|root|tmp|mnt|opt|work|Users)/[^"]*""")
 
 
 def read(name: str) -> str:
@@ -71,13 +69,9 @@ def test_a_package_is_required_in_one_file():
     lines = "".join(map(read, ["requirements.txt", *EXTRAS.values(), "requirements/test.txt"]))
     names = [canonicalize_name(name) for name in re.findall(r"^(?!-r)([\w-]+)", lines, re.M)]
     assert "torch" in names and sorted(names) == sorted(set(names))
-
-
-def test_make_installs_again_when_a_file_of_the_tests_changes():
     (rule,) = re.findall(r"^\$\(VENV\)/\.installed-dev: (.*)$", read("Makefile"), re.M)
-    files = re.findall(r"^-r (\S+)", read("requirements/dev.txt"), re.M)
-    named = {f"requirements/{file}" for file in files if "/" not in file}
-    assert {"requirements/dev.txt", *named} <= set(rule.split())
+    files = re.findall(r"^-r (\S+)", read("requirements-dev.txt"), re.M)
+    assert {"requirements-dev.txt", *files} - {"requirements.txt"} <= set(rule.split()), "make installs again"
 
 
 def hints() -> list[tuple[str, str]]:
@@ -92,23 +86,18 @@ def hints() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("path", "hint"), sorted(set(hints())))
-def test_a_message_says_how_to_install_what_an_extra_has(path, hint):
-    if hint.startswith("-r "):
-        assert hint.removeprefix("-r ") in {"requirements.txt", *EXTRAS.values()}
-    elif hint not in IN_NO_EXTRA:
-        everything = set.union(*map(installed_by, ("requirements.txt", *EXTRAS.values())))
-        (requirement,) = (found for found in map(Requirement, everything) if found.name == hint)
-        assert "==" not in str(requirement), "a pinned package is installed from its file"
-
-
-@pytest.mark.parametrize(
-    ("file", "packages"),
-    [("requirements/data.txt", ["huggingface_hub"]), ("requirements/trackers.txt", TRACKERS)],
-)
-def test_the_file_that_a_message_names_has_the_package(file, packages):
-    assert f"-r {file}" in {hint for _, hint in hints()}
-    assert set(packages) <= {Requirement(line).name for line in installed_by(file)}
+def test_messages_say_how_to_install_what_an_extra_has():
+    found, everything = set(hints()), set.union(*map(installed_by, ("requirements.txt", *EXTRAS.values())))
+    for path, hint in found:
+        if hint.startswith("-r "):
+            assert hint.removeprefix("-r ") in {"requirements.txt", *EXTRAS.values()}, path
+        elif hint not in IN_NO_EXTRA:
+            (requirement,) = (one for one in map(Requirement, everything) if one.name == hint)
+            assert "==" not in str(requirement), f"{path}: a pinned package is installed from its file"
+    for file, packages in (("data", ["huggingface_hub"]), ("trackers", TRACKERS)):
+        assert f"-r requirements-{file}.txt" in {hint for _, hint in found}
+        named = {Requirement(line).name for line in installed_by(f"requirements-{file}.txt")}
+        assert set(packages) <= named
 
 
 # --- versions that stand in several places ---
@@ -121,7 +110,7 @@ def pin(package: str) -> str:
     return version
 
 
-def test_documents_and_ci_name_the_torch_that_is_pinned():
+def test_documents_ci_and_pre_commit_name_the_torch_and_the_ruff_that_are_pinned():
     ((oldest, newest),) = set(re.findall(r"torch (2\.\d+) to (2\.\d+)", TEXTS["README.md"]))
     assert newest == pin("torch").rpartition(".")[0]
     assert f"torch {oldest}.0" in read("LOG.md")
@@ -130,9 +119,6 @@ def test_documents_and_ci_name_the_torch_that_is_pinned():
     text = "\n".join(texts).replace(OLDER_CUDA, "")
     named = re.findall(r"[\d.]+(?=\+cpu| for Linux)|(?<=torch==)[\d.]+", text)
     assert set(named) == {pin("torch")}
-
-
-def test_pre_commit_runs_the_ruff_of_the_tests():
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
     assert repository["rev"] == f"v{pin('ruff')}"
     assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format"]
@@ -140,6 +126,11 @@ def test_pre_commit_runs_the_ruff_of_the_tests():
 
 def test_every_file_names_one_version_one_license_and_the_oldest_python(configuration):
     project, citation = configuration["project"], yaml.safe_load(read("CITATION.cff"))
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
+    assert isinstance(citation["message"], str) and isinstance(citation["title"], str)
+    assert citation["authors"] == [{"name": "nanoMFU authors"}]
+    known = "cff-version message type title abstract version license authors keywords"
+    assert set(citation) <= set(known.split())  # the format refuses any other key
     (newest, *_) = re.findall(r"^## \[([\d.]+)\]", read("CHANGELOG.md"), re.M)
     assert project["name"] == "nanomfu"
     assert project["version"] == str(citation["version"]) == newest
@@ -152,15 +143,6 @@ def test_every_file_names_one_version_one_license_and_the_oldest_python(configur
 
 
 # --- files of public hosts ---
-
-
-def test_citation_has_what_its_format_requires():
-    citation = yaml.safe_load(read("CITATION.cff"))
-    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
-    assert isinstance(citation["message"], str) and isinstance(citation["title"], str)
-    assert citation["authors"] == [{"name": "nanoMFU authors"}]
-    known = "cff-version message type title abstract version license authors keywords"
-    assert set(citation) <= set(known.split())  # the format refuses any other key
 
 
 def test_ci_runs_what_the_project_runs_with_the_oldest_python_and_torch_for_a_cpu():
@@ -182,9 +164,3 @@ def test_closing_line_counts_the_tests_that_found_no_test_data(tmp_path):
     done = warm_python.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and re.search(r"\d+ passed, [1-9]\d* skipped without test data", last), last
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "seals").glob("*.seal.json")), ids=lambda path: path.name)
-def test_published_seals_name_no_folder_of_the_machine(path):
-    content = json.loads(path.read_text())
-    assert ABSOLUTE_PATH.findall(json.dumps([content["record"], content.get("bench")])) == []

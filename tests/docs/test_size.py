@@ -1,13 +1,5 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
-commit why a budget grows. Since 35,550 lines came Muon (900), the time to a loss in records, comparisons and
-seals (400), its reference experiment (500), matmuls of scaled blocks for Blackwell (570), what each GPU runs
-natively (110), flash-attn 4, also with document masks, and the peaks of these formats (300), the second look
-with its kernel (300), seconds to the next step (300), costs that grow (90), the time, price and summary of a
-run and the hints for those who come from elsewhere (430), the bias of q, k, v where heads are split (70),
-operators that cost the host less (40); 600 left.
-
-Every budget was then equal to its figure, so that the first line of a newcomer failed four cases, and the
-documents had 9 words left. So each got 2 % more, and the documents 2,500 words, until parts are taken out."""
+commit why a budget grows."""
 
 import subprocess
 

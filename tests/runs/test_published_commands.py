@@ -247,6 +247,18 @@ TOOLS = {
 }
 
 
+def test_one_liners_take_a_folder_without_a_record_and_a_record_without_rows(folder):
+    """A run that has just begun. Those of two pages of docs/."""
+    (path,), lines = (folder / OUT).glob("run_*.json"), documents_snippets()
+    record = json.loads(path.read_text())
+    path.unlink()
+    assert len(lines) >= 3 and not any(map(printed, lines))
+    path.write_text(
+        json.dumps(record | {"training_iterations": [], "training_progress": [], "summary": None})
+    )
+    assert [line for each in map(printed, lines) for line in each] == ["None"]
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_one_liners_still_take_the_runs_record_after_every_tool(tool, trained, folder):
     if tool == "track":
