@@ -2,15 +2,12 @@
 
 import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from setuptools.config.pyprojecttoml import read_configuration
-from support import warm_python
 from support.documents import DOCS, TEXTS
 from support.helpers import ROOT
 from support.imports import product_files
@@ -155,12 +152,3 @@ def test_ci_runs_what_the_project_runs_with_the_oldest_python_and_torch_for_a_cp
     assert job["strategy"]["matrix"]["python"] == ["3.10", "3.12"]  # as texts: the number 3.10 is 3.1
     assert job["env"]["PIP_EXTRA_INDEX_URL"] == "https://download.pytorch.org/whl/cpu"
     assert workflow["permissions"] == {"contents": "read"}
-
-
-def test_closing_line_counts_the_tests_that_found_no_test_data(tmp_path):
-    tests = "tests/unit/test_tokenizer_folder.py"
-    command = [sys.executable, "-m", "pytest", tests, "-p", "no:cacheprovider"]
-    environment = {**os.environ, "NANOMFU_TEST_DATA": str(tmp_path)}
-    done = warm_python.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    last = done.stdout.splitlines()[-1]
-    assert done.returncode == 0 and re.search(r"\d+ passed, [1-9]\d* skipped without test data", last), last

@@ -64,16 +64,14 @@ def test_an_evaluation_may_take_the_longer_timeout_and_each_check_begins_anew(wa
     watchdog.check(0)
     watchdog.check(50)
     watchdog.stalled_seconds = 500.0
-    with watchdog.during("evaluation"):
+    with pytest.raises(ZeroDivisionError), watchdog.during("evaluation"):
         assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "evaluation"
         assert not ends_after(watchdog, 3599) and ends_after(watchdog, 3601)
         watchdog.check()
         assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "evaluation"
-    assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "training"
-    assert ends_after(watchdog, 601)
-    with pytest.raises(ZeroDivisionError), watchdog.during("checkpoint"):
         raise ZeroDivisionError
-    assert watchdog.phase == "training" and ends_after(watchdog, 601) and not ends_after(watchdog, 599)
+    assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "training"
+    assert not ends_after(watchdog, 599) and ends_after(watchdog, 601)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +84,6 @@ def test_a_timeout_of_0_is_none(watchdog, timeout, start_timeout, starting, trai
     watchdog.check(0)
     watchdog.check(50)
     assert ends_after(watchdog, 1e9) == training
-
-
-def test_a_run_that_is_over_has_a_minute_for_the_last_barrier(watchdog):
-    watchdog.check(0)
-    watchdog.end(0)
-    assert not ends_after(watchdog, 59) and ends_after(watchdog, 61)
-    assert watchdog.ended == [0]
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count(watchdog, monkeypatch):
@@ -157,6 +148,7 @@ def test_ctrl_c_ends_at_once_if_a_stop_was_asked_for_a_second_ago(watchdog, cloc
 
 
 def test_a_signal_before_the_first_iteration_ends_at_once_and_one_at_the_end_does_nothing(watchdog, clock):
+    """And a run that is over has a minute for the last barrier."""
     watchdog._handle_signal(signal.SIGTERM)
     assert watchdog.ended == [143]
     watchdog.ended.clear()
@@ -165,7 +157,8 @@ def test_a_signal_before_the_first_iteration_ends_at_once_and_one_at_the_end_doe
     for _ in range(3):
         watchdog._handle_signal(signal.SIGINT)
         clock.now += 5
-    assert watchdog.ended == []
+    assert watchdog.ended == [] and not ends_after(watchdog, 59) and ends_after(watchdog, 61)
+    assert watchdog.ended == [0]
 
 
 def test_a_store_that_is_lost_before_the_first_iteration_is_named(watchdog, monkeypatch):
@@ -173,24 +166,22 @@ def test_a_store_that_is_lost_before_the_first_iteration_is_named(watchdog, monk
     said = []
     monkeypatch.setattr(watchdog_module, "print_last", said.append)
     monkeypatch.setattr(watchdog.liveness, "size", 2)
+    monkeypatch.setattr(watchdog_module.time, "sleep", lambda seconds: None)
     watchdog.liveness.joined = watchdog.liveness.broken = True
     watchdog._handle_signal(signal.SIGTERM)
     (text,) = said
     assert text.startswith("error: torchrun's store, ") and "that machine is gone" in text
 
 
-def test_other_numbers_in_the_socket_are_not_a_request(watchdog):
-    watchdog.check(7)
-    for number in (0, int(signal.SIGCHLD), int(signal.SIGWINCH)):
-        watchdog._handle_signal(number)
-    assert not asked(watchdog) and watchdog.stop_asked_at is None
-
-
-def test_ranks_whose_torchrun_has_gone_ask_once(watchdog, monkeypatch):
+def test_ranks_whose_torchrun_has_gone_ask_once_and_other_numbers_in_the_socket_ask_nothing(
+    watchdog, monkeypatch
+):
     monkeypatch.setattr(watchdog_module, "is_launched", lambda: True)
     watchdog.check(7)
     watchdog._tick(1)
-    assert watchdog.stop_asked_at is None, "torchrun is there"
+    for number in (0, int(signal.SIGCHLD), int(signal.SIGWINCH)):
+        watchdog._handle_signal(number)
+    assert not asked(watchdog) and watchdog.stop_asked_at is None, "torchrun is there"
     watchdog.launcher = -1
     watchdog._tick(2)
     assert asked(watchdog) == signal.SIGTERM and watchdog.stop_asked_at
@@ -233,7 +224,8 @@ def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
 # --- warm-up windows ---
 
 
-def test_work_is_timed_after_5_iterations_and_told_after_10_more(monkeypatch):
+def test_work_is_timed_after_5_iterations_and_told_after_10_more_without_the_waits_for_others(monkeypatch):
+    """Up to the end of the forward."""
     now = iter(range(10**6))
     monkeypatch.setattr("training.process.work_timer.time.perf_counter", lambda: float(next(now)))
     timer, found = WorkTimer(on_gpu=False), []
@@ -241,45 +233,29 @@ def test_work_is_timed_after_5_iterations_and_told_after_10_more(monkeypatch):
         timer.begin_batch()
         for _ in range(100 if i < 5 else 0):  # the first five are slow
             timer._now()
-        timer.end_forward()
-        found.append(timer.seconds())
-    assert found[:15] == [0.0] * 15 and found[15:] == [1.0] * 15, "the running one is not complete"
-
-
-def test_work_is_without_the_waits_for_others_up_to_the_end_of_the_forward(monkeypatch):
-    now = iter(range(10**6))
-    monkeypatch.setattr("training.process.work_timer.time.perf_counter", lambda: float(next(now)))
-    timer = WorkTimer(on_gpu=False)
-    for _ in range(20):
-        timer.begin_batch()
         timer.begin_wait()
         timer.end_wait()
         timer.end_forward()
         timer.begin_wait()  # an evaluation's
         timer.end_wait()
-    assert timer.seconds() == 3 - 1
+        found.append(timer.seconds())
+    assert found == [0.0] * 15 + [3.0 - 1.0] * 15, "the running one is not complete"
 
 
 def make_logger(clock, start=0, record=None):
-    info = {
-        "flops": {"calculation_method": "", "flops_per_token": 1, "flops_per_token_causal": 1},
-        "hardware": {"gpu_name": "", "precision": ""},
-        "model": {"architecture": {"arch": "", "n_head": 1, "n_kv_head": 1}, "total_params": 1},
-    }
+    flops = {"calculation_method": "", "flops_per_token": 1, "flops_per_token_causal": 1}
+    model = {"architecture": {"arch": "", "n_head": 1, "n_kv_head": 1}, "total_params": 1}
+    info = {"flops": flops, "hardware": {"gpu_name": "", "precision": ""}, "model": model}
     peak = Peak(None, "", reason="none")
     return Logger(TrainConfig(**TINY), ALONE, record, clock, peak, info, Progress(start, 0))
 
 
 @pytest.mark.parametrize("start", [0, 100])
 def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
-    logger = make_logger(Clock(CPU), start)
-    found = []
-    for first in range(start, start + 8):
-        reading = Reading(
-            first + 3, first, 1.0, 1.0, None, 1.0, 1.0, optimizer_ms=1.0, seconds=1.0, verdicts=[]
-        )
-        found.append(logger._row(reading, 0.0)["warmup"])
-    assert found == [True] * 5 + [False] * 3
+    """loss ... optimizer_ms, seconds, verdicts."""
+    logger, rest = make_logger(Clock(CPU), start), (1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, [])
+    rows = [logger._row(Reading(first + 3, first, *rest), 0.0) for first in range(start, start + 8)]
+    assert [row["warmup"] for row in rows] == [True] * 5 + [False] * 3
 
 
 @pytest.fixture

@@ -113,12 +113,13 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
-def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, name):
-    number = getattr(signal, name)
+def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, capfd, name):
+    number, saves = getattr(signal, name), name != "SIGHUP"
     after_iteration(monkeypatch, 3, lambda: os.kill(os.getpid(), number))
     before = [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    assert run(config, f"--out_dir={tmp_path}") == 128 + number
-    assert saved_steps(tmp_path) == [4]
+    assert run(config, f"--out_dir={tmp_path}", f"--always_save_checkpoint={saves}") == 128 + number
+    assert saved_steps(tmp_path) == ([4] if saves else [])
+    assert ("Nothing was saved" in capfd.readouterr().out) != saves
     assert [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])] == before
 
 
@@ -142,27 +143,19 @@ def test_stop_requests_before_and_during_a_save_save_once(run, config, tmp_path,
     assert (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").is_file()
 
 
-def test_an_evaluation_that_was_given_up_is_made_after_the_resume(run, config, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(("interval", "made"), [(8, ["8", "16", "24"]), (ITERATIONS, ["24"])])
+def test_an_evaluation_that_was_given_up_is_made_after_the_resume(
+    run, config, tmp_path, monkeypatch, capfd, interval, made
+):
+    """Also the last one."""
+    command = config, f"--out_dir={tmp_path}", f"--eval_interval={interval}"
     with monkeypatch.context() as patch:
         stop_in_evaluation(patch)
-        assert run(config, f"--out_dir={tmp_path}") == 143
-    assert "📊 Eval" not in capfd.readouterr().out
-    assert run(config, f"--out_dir={tmp_path}", "--init_from=resume") == 0
+        assert run(*command) == 143
+    assert "📊 Eval" not in capfd.readouterr().out and saved_steps(tmp_path) == [interval]
+    assert run(*command, "--init_from=resume") == 0
     evaluations = [line.split()[2] for line in capfd.readouterr().out.splitlines() if "📊 Eval" in line]
-    assert evaluations == ["8", "16", "24"]
-
-
-def test_a_stop_during_the_last_evaluation_saves_the_last_iteration(run, config, tmp_path, monkeypatch):
-    stop_in_evaluation(monkeypatch)
-    assert run(config, f"--out_dir={tmp_path}", f"--eval_interval={ITERATIONS}") == 143
-    assert saved_steps(tmp_path) == [ITERATIONS]
-
-
-def test_a_run_that_saves_nothing_ends_all_the_same(run, config, tmp_path, monkeypatch, capfd):
-    after_iteration(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert run(config, f"--out_dir={tmp_path}", "--always_save_checkpoint=False") == 143
-    assert "Nothing was saved" in capfd.readouterr().out
-    assert saved_steps(tmp_path) == []
+    assert evaluations == made
 
 
 def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
@@ -206,17 +199,7 @@ def after_iteration(monkeypatch, iteration: int, action) -> None:
     monkeypatch.setattr(ReplicaCheck, "after_update", patched)
 
 
-def test_what_is_asked_is_answered_once(config):
-    consensus = Consensus(World(0, 0, 1, torch.device("cpu")))
-    consensus.ask("checkpoint", 7)
-    assert consensus.answer("checkpoint") == 0, "not before the exchange"
-    consensus.exchange()
-    assert consensus.answer("checkpoint") == 7 and consensus.answer("stop") == 0
-    consensus.exchange()
-    assert consensus.answer("checkpoint") == 0
-
-
-def test_what_is_under_way_when_an_answer_is_needed_at_once_is_not_lost(monkeypatch):
+def test_what_is_asked_is_answered_once_also_what_is_under_way_when_an_answer_is_needed_at_once(monkeypatch):
     """A stop that the other rank asked for, while a checkpoint is saved."""
     of_rank_1 = iter([[15.0, 0.0, 0.0], [0.0, 7.0, 0.0]])
 
@@ -224,6 +207,12 @@ def test_what_is_under_way_when_an_answer_is_needed_at_once_is_not_lost(monkeypa
         everyone.copy_(torch.stack([mine[0], torch.tensor(next(of_rank_1), dtype=mine.dtype)]))
         return SimpleNamespace(wait=lambda: None)
 
+    alone = Consensus(World(0, 0, 1, torch.device("cpu")))
+    alone.ask("checkpoint", 7)
+    assert alone.answer("checkpoint") == 0, "not before the exchange"
+    for answer in (7, 0):
+        alone.exchange()
+        assert alone.answer("checkpoint") == answer and alone.answer("stop") == 0
     monkeypatch.setattr(consensus_module, "cpu_group", lambda world: "gloo")
     monkeypatch.setattr(consensus_module, "all_gather", arrives)
     consensus = Consensus(World(0, 0, 2, torch.device("cpu")))

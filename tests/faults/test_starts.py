@@ -74,12 +74,9 @@ def settings_of(monkeypatch, *of_ranks: tuple[int, dict]) -> None:
     check_same_settings(base, World(0, 0, len(of_ranks), torch.device("cpu")))
 
 
-def test_a_setting_that_differs_between_ranks_is_an_error_that_names_ranks_and_values(monkeypatch):
+def test_a_setting_that_differs_is_named_but_machines_may_have_their_data_at_other_paths(monkeypatch):
     with pytest.raises(UserError, match="learning_rate is 0.1 on rank 0, 2, 0.2 on rank 1. Start all"):
         settings_of(monkeypatch, *((0, {"learning_rate": rate}) for rate in (0.1, 0.2, 0.1)))
-
-
-def test_machines_may_have_their_data_at_other_paths_but_not_ranks_of_one_machine(monkeypatch):
     with pytest.raises(UserError, match="learning_rate is 0.1 on rank 0, 0.2 on rank 1"):
         settings_of(monkeypatch, (0, {"learning_rate": 0.1}), (1, {"learning_rate": 0.2}))
     settings_of(monkeypatch, (0, {"dataset": "/a/text"}), (1, {"dataset": "/b/text"}))
@@ -170,35 +167,18 @@ def test_a_dry_run_on_one_machine_ends_the_other_and_one_on_all_ends_well(config
     here, there = launch(config, tmp_path / "out", flags=["--dry_run=True"])
     assert here[0] == 1 and there[0] == 0
     says(here[2], "[rank 0] error: rank 1 (", ") has ended without joining")
-    assert [one[0] for one in launch(config, tmp_path / "all", "c10d", all_flags=["--dry_run=True"])] == [
-        0,
-        0,
-    ]
-
-
-@pytest.mark.slow
-def test_a_start_that_waits_too_long_ends_and_says_for_whom(config, tmp_path):
-    """Rank 1 is stopped, which its torchrun does not notice: it is neither dead nor does it come."""
-    flags = ["--start_timeout_minutes=0.1"]
-    here, _ = launch(config, tmp_path / "out", all_flags=flags, FAULT="SIGSTOP 1 hashing")
-    assert here[0] == 1 and here[1] < END_SECONDS
-    says(here[2], "[rank 0] error: no progress for 6 s (start_timeout_minutes): rank 1 (", "is silent")
+    both = launch(config, tmp_path / "all", "c10d", all_flags=["--dry_run=True"])
+    assert [status for status, _, _ in both] == [0, 0]
 
 
 LATE = {"held": ("hold", "hashing"), "absent": ("hold", "import")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank", "seconds"),
-    [
-        *(("held", 0, 5), ("absent", 1, 5)),  # each kind and each rank once
-        *(pytest.param(kind, rank, 65, marks=pytest.mark.slow) for kind in LATE for rank in (0, 1)),
-    ],
-)
-def test_a_rank_that_is_late_is_waited_for(config, tmp_path, kind, rank, seconds):
+@pytest.mark.parametrize(("kind", "rank"), [("held", 0), ("absent", 1)])
+def test_a_rank_that_is_late_is_waited_for(config, tmp_path, kind, rank):
     """Before its first sign of life, or while it holds the interpreter lock, so that no thread of it runs."""
     what, where = LATE[kind]
-    fault = {"FAULT": f"{what} {rank} {where}", "HOLD_SECONDS": str(seconds), "SAY_TICKS": "2"}
+    fault = {"FAULT": f"{what} {rank} {where}", "HOLD_SECONDS": "5", "SAY_TICKS": "2"}
     ended = launch(config, tmp_path / "out", seconds=2 * SECONDS, **fault)
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2][-3000:]
     says(ended[1 - rank][2], f"waiting for rank {rank} ")

@@ -61,34 +61,34 @@ def test_an_evaluation_uses_an_older_one_or_says_it_if_the_run_deletes_what_it_r
     assert used == str(out / "checkpoints" / "step-00000002")
 
 
-@pytest.mark.parametrize("flags", [["--eval_interval=0"], ["--log_interval=99"]], ids=["row", "evaluation"])
+WHEN = {  # the out_dir is removed -> flags
+    "row": ["--eval_interval=0", "--checkpoint_interval=1h"],
+    "evaluation": ["--log_interval=99", "--checkpoint_interval=1h"],
+    "save": ["--eval_interval=0", "--checkpoint_interval=2", "--log_interval=99"],
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_out_dir_that_is_removed_ends_the_run(run, config, out, monkeypatch, capfd, flags, replaced):
+def test_an_out_dir_that_is_removed_ends_the_run(run, config, out, monkeypatch, capfd, when, replaced):
     """At the next row, evaluation or checkpoint. Nothing is written to a folder that has its name."""
-    remove_in_iteration(3, monkeypatch, out, replaced)
-    assert run(config, *flags, "--max_iters=100", "--checkpoint_interval=1h") == 1
-    error = capfd.readouterr().err
-    assert error.count("error: ") == 1 and "Traceback" not in error
-    assert f"error: out_dir='{out}' was removed or replaced while this run used it" in error
-    assert sorted(path.name for path in out.glob("*")) == ["run.lock"] * replaced
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_an_out_dir_that_is_removed_during_a_save_ends_the_run(
-    run, config, out, monkeypatch, capfd, asynchronous
-):
-    write = saver._write_files
+    write, more = saver._write_files, []
 
     def remove_and_write(*arguments):
         shutil.rmtree(out)
         out.mkdir()
         return write(*arguments)
 
-    monkeypatch.setattr(saver, "_write_files", remove_and_write)
-    flags = ["--eval_interval=0", "--checkpoint_interval=2", f"--async_checkpoint={asynchronous}"]
-    assert run(config, *flags, "--log_interval=99", "--max_iters=100") == 1
-    assert f"error: out_dir='{out}' was removed or replaced" in capfd.readouterr().err
-    assert list(out.iterdir()) == []
+    if when == "save":
+        monkeypatch.setattr(saver, "_write_files", remove_and_write)
+        more = [f"--async_checkpoint={replaced}"]
+    else:
+        remove_in_iteration(3, monkeypatch, out, replaced)
+    assert run(config, *WHEN[when], *more, "--max_iters=100") == 1
+    error = capfd.readouterr().err
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    assert f"error: out_dir='{out}' was removed or replaced while this run used it" in error
+    assert sorted(path.name for path in out.glob("*")) == ["run.lock"] * (replaced and when != "save")
 
 
 @pytest.mark.chaos

@@ -46,10 +46,8 @@ def test_the_training_and_the_evaluations_are_those_of_any_other_machine(machine
         assert info["micro_batch"]["stated"] == {**AUTO, "loss_chunks": "auto"}
         assert info["micro_batch"]["device"] == f"a GPU for {batch_size} sequences"
         assert f"{batch_size} x 32 tokens (auto: fits by the estimate)" in capfd.readouterr().out
-    for section, names in (
-        ("training_iterations", ("iter", "loss")),
-        ("eval_steps", ("val_loss", "train_loss")),
-    ):
+    compared = ("training_iterations", "iter", "loss"), ("eval_steps", "val_loss", "train_loss")
+    for section, *names in compared:
         first, *others = (figures(record, section, *names) for record in records.values())
         assert len(first) >= 4
         for other in others:
@@ -68,7 +66,8 @@ def test_a_resume_on_a_machine_of_another_memory_needs_nothing_to_be_allowed(mac
     assert state["samples_seen"] == 4 * 8 and state["config"]["batch_size"] == 2
 
 
-def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(machine, tmp_path):
+def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(machine, tmp_path, capfd):
+    """Then numbers that are stated set tokens_per_iter aside, and the report says so."""
     assert machine(8, "--max_iters=2") == 0
     trained = last_run(tmp_path / "out")["eval_steps"][-1]["val_loss"]
     assert machine(1, *EVALUATION) == 0
@@ -76,9 +75,6 @@ def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(m
     content = json.loads(path.read_text())
     assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, rel=1e-5)
     assert content["config"]["batch_size"] < 4
-
-
-def test_stated_numbers_set_tokens_per_iter_aside_and_the_report_says_so(machine, tmp_path, capfd):
     assert machine(8, "--batch_size=2", "--gradient_accumulation_steps=3", "--max_iters=1") == 0
     report = capfd.readouterr().out
     assert "192; tokens_per_iter=256 was set aside, because batch_size and gradient_accum" in report

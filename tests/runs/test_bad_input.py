@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -21,19 +20,6 @@ def config(tmp_path, folder):
     return write_config(tmp_path / "run.py", **TINY, dataset=folder, out_dir=tmp_path / "out")
 
 
-@pytest.fixture
-def refusal(run, config, capfd):
-    """refusal(*flags): what train.py says about the tiny run with these flags, having refused it."""
-
-    def refusal(*flags) -> str:
-        status, printed = run(config, *flags), capfd.readouterr()
-        assert status == USER_ERROR, printed
-        assert_clear(printed.err)
-        return printed.err
-
-    return refusal
-
-
 def assert_clear(stderr: str):
     assert "Traceback" not in stderr
     assert stderr.startswith("error: ") and stderr.count("error: ") == 1, stderr
@@ -42,17 +28,11 @@ def assert_clear(stderr: str):
 # --- as a user types it ---
 
 
-@pytest.mark.parametrize(
-    "arguments, wanted",
-    [
-        ([], ["no config file given", "usage: python train.py config/FILE.py", "config/quickstart.py"]),
-        (
-            ["config/smoke_qwen3.py", "--dataset=absent/folder"],
-            ["no folder absent/folder", "data/text/prepare.py"],
-        ),
-    ],
-    ids=["no config", "no dataset"],
-)
+ABSENT = ["config/smoke_qwen3.py", "--dataset=absent/folder"], ["no folder absent/folder", "text/prepare.py"]
+NO_CONFIG = [], ["no config file given", "usage: python train.py config/FILE.py", "config/quickstart.py"]
+
+
+@pytest.mark.parametrize("arguments, wanted", [NO_CONFIG, ABSENT], ids=["no config", "no dataset"])
 def test_command_that_cannot_run_exits_with_2_and_one_message(arguments, wanted):
     done = run_train(*arguments)
     assert done.returncode == USER_ERROR and done.stdout == ""
@@ -60,14 +40,10 @@ def test_command_that_cannot_run_exits_with_2_and_one_message(arguments, wanted)
     assert all(text in done.stderr for text in wanted), done.stderr
 
 
-@pytest.mark.parametrize(
-    "flags, wanted",
-    [
-        (["--dataset=absent/folder"], "there is no folder absent/folder"),
-        (["--use_zero1=True", "--use_fsdp=True"], "use_zero1=True and use_fsdp=True"),
-    ],
-    ids=["no dataset", "zero1 and fsdp"],
-)
+TWO_STRATEGIES = ["--use_zero1=True", "--use_fsdp=True"], "use_zero1=True and use_fsdp=True"
+
+
+@pytest.mark.parametrize("flags, wanted", [(ABSENT[0][1:], ABSENT[1][0]), TWO_STRATEGIES], ids=str)
 def test_no_rank_hangs_and_rank_0_says_why(config, flags, wanted):
     done = run_train(config, *flags, processes=2)
     assert done.returncode == 1 and re.findall(r"exitcode  : (-?\d+)", done.stderr)[-1] == str(USER_ERROR)
@@ -87,27 +63,13 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
     assert "contains token id 63, beyond the model's vocab_size=60" in done.stderr
 
 
-# --- configuration ---
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_without_a_gpu_says_what_to_use(refusal):
-    message = refusal("--device=cuda")
-    assert "device='cuda'" in message and "--device=cpu" in message
-
-
-def test_wandb_that_is_not_installed_says_how_to_get_it_and_no_record_says_running(
-    refusal, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    message = refusal("--wandb_log=True")
-    assert "pip install -r requirements/trackers.txt" in message and "--wandb_log=False" in message
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("out/*.json")]
-    assert all(content["status"] == "failed" for content in records)
-
-
 @pytest.mark.parametrize("inside", ["out", "out/below/it"])
-def test_out_dir_that_cannot_be_written_is_named(refusal, tmp_path, inside):
+def test_an_out_dir_that_cannot_be_written_and_a_missing_gpu_are_named(run, config, tmp_path, capfd, inside):
     (tmp_path / "out").write_text("a regular file: nothing can be below it, for root neither")
-    message = refusal(f"--out_dir={tmp_path / inside}")
-    assert f"out_dir='{tmp_path / inside}' cannot be written" in message and "--out_dir" in message
+    refusals = [("out_dir", tmp_path / inside, "out_dir='{}' cannot be written")]
+    refusals += [("device", "cuda", "device='{}'")] if not torch.cuda.is_available() else []
+    for key, value, wanted in refusals:
+        assert run(config, f"--{key}={value}") == USER_ERROR
+        error = capfd.readouterr().err
+        assert_clear(error)
+        assert wanted.format(value) in error and f"--{key}" in error

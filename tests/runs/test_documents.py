@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch
+from support.helpers import STRATEGIES, TINY, last_run, losses, make_dataset, run_in_one_launch
 from support.masked_documents import CPU, EOT, T, small, train
 
 from model import manual_attention
 from model_builder import build_model, count_flops
-from model_config import model_config
 from ops.documents import Documents, dense_mask, document_starts, positions
 from training.batches.document_starts import EndOfText
 from training.batches.windows import epoch_offset
+from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 from training.records.utilization import document_flops
 
@@ -126,7 +126,7 @@ def test_the_record_counts_the_documents_that_were_trained_on(documents_run):
     ids = np.fromfile(documents_run / "data" / "train.bin", "<u2")
     windows = np.roll(ids, -epoch_offset(1, 32))[: 624 * 32].reshape(624, 32)
     mfu = rows[1]["mfu"]  # of the second epoch; the first iteration has none
-    flops = count_flops(model_config("qwen3", **shape_of_tiny()), 32)
+    flops = count_flops(TrainConfig(**TINY).model_config(), 32)
     assert mfu["document_length_per_token"] == pytest.approx(lengths_seen(windows))
     causal = document_flops(flops, mfu["document_length_per_token"], 32)
     assert mfu["flops_per_token_causal"] == pytest.approx(causal)
@@ -134,24 +134,19 @@ def test_the_record_counts_the_documents_that_were_trained_on(documents_run):
     assert mfu["mfu_causal_percent"] < mfu["mfu_percent"]
 
 
-def shape_of_tiny() -> dict:
-    names = ("n_layer", "n_head", "n_embd", "d_ff", "vocab_size", "block_size")
-    return {**{name: TINY[name] for name in names}, "n_kv_head": TINY["num_key_value_heads"]}
-
-
 def test_two_processes_train_as_one(documents_run):
     flags = ["--doc_masking=True", "--eval_interval=4", "--eval_at_start=True"]
     one = train(documents_run, "one", *flags, "--gradient_accumulation_steps=2")
-    strategies = {"ddp": [], "fsdp": ["--use_fsdp=True"]}
+    strategies = {name: flags for name, flags in STRATEGIES.items() if name != "zero1"}
     start = [documents_run / "run.py", *flags]
     commands = [[*start, f"--out_dir={documents_run / name}", *more] for name, more in strategies.items()]
     run_in_one_launch(documents_run, commands, processes=2)
     for two in (last_run(documents_run / name) for name in strategies):
-        for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-            if mine["mfu"]:
-                lengths = [row["mfu"]["document_length_per_token"] for row in (mine, theirs)]
-                assert lengths[0] == pytest.approx(lengths[1], rel=1e-5)
+        assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+        mine, theirs = ([row["mfu"] for row in record["training_iterations"][1:]] for record in (one, two))
+        for ours, of_two in zip(mine, theirs, strict=True):
+            lengths = ours["document_length_per_token"], of_two["document_length_per_token"]
+            assert lengths[0] == pytest.approx(lengths[1], rel=1e-5)
         assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
 
 
@@ -160,9 +155,8 @@ def test_compiled_blocks_give_the_same_losses(documents_run):
     flags = [documents_run / "run.py", "--doc_masking=True", "--max_iters=3"]
     outs = [f"--out_dir={documents_run / name}" for name in ("plain", "compiled")]
     run_in_one_launch(documents_run, [[*flags, outs[0]], [*flags, outs[1], "--compile=True"]])
-    plain, compiled = (last_run(documents_run / name) for name in ("plain", "compiled"))
-    for mine, theirs in zip(plain["training_iterations"], compiled["training_iterations"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    plain, compiled = (losses(last_run(documents_run / name)) for name in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("flag", ["--doc_masking=True", "--packing=truncate"])

@@ -25,20 +25,12 @@ def rows(out) -> list[int]:
     return [row["iter"] for row in last_run(out)["training_iterations"]]
 
 
-@pytest.mark.parametrize(
-    ("max_epochs", "epoch", "per_iteration", "iterations"),
-    [
-        (1, 10, 4, 3),
-        (2, 10, 4, 5),
-        (1, 12, 4, 3),
-        (0.1, 30, 1, 3),
-        (0.5, 10, 4, 2),
-        (0, 10, 4, 0),
-        (3, 2, 100, 1),
-    ]
-    # the published run of continued pretraining: 22,206 sequences, of which the last has no target
-    + [(4, 22_205, 32, 2776)],
-)
+ENDS = [(1, 10, 4, 3), (2, 10, 4, 5), (1, 12, 4, 3), (0.1, 30, 1, 3), (0.5, 10, 4, 2), (0, 10, 4, 0)]
+# the last is the published continued pretraining: 22,206 sequences, of which one has no target
+ENDS += [(3, 2, 100, 1), (4, 22_205, 32, 2776)]
+
+
+@pytest.mark.parametrize(("max_epochs", "epoch", "per_iteration", "iterations"), ENDS)
 def test_the_last_iteration_begins_another_epoch_rather_than_leave_samples_out(
     max_epochs, epoch, per_iteration, iterations
 ):
@@ -80,25 +72,17 @@ def test_two_processes_end_where_one_does(folder):
     assert rows(folder / "processes") == [0, 1, 2, 3, 4]
 
 
-def test_a_mixture_is_refused_with_the_reason(folder):
+def test_a_dry_run_says_that_epochs_are_counted_in_the_data_and_a_mixture_is_refused(run, folder, capsys):
+    assert run(ROOT / "config/quickstart.py", "--max_epochs=4", "--dry_run=True") == 0
+    assert "at most 300" in (said := capsys.readouterr().out) and "max_epochs=4 is counted" in said
     argv = [str(folder / "run.py"), "--max_epochs=1", "--dataset=a:0.5,b:0.5"]
     with pytest.raises(UserError, match="each of its datasets has epochs of its own"):
         load_config(argv)
 
 
-def test_a_dry_run_says_that_epochs_are_counted_in_the_data(run, capsys):
-    assert run(ROOT / "config/quickstart.py", "--max_epochs=4", "--dry_run=True") == 0
-    assert "at most 300" in (said := capsys.readouterr().out) and "max_epochs=4 is counted" in said
-
-
 def test_packed_windows_have_epochs_of_their_own(run, folder):
     data = make_dataset(folder / "packed", train_tokens=2000, val_tokens=200, eot_id=0)
-    flags = [
-        f"--dataset={data}",
-        "--packing=truncate",
-        "--max_epochs=1",
-        f"--out_dir={folder / 'out-packed'}",
-    ]
+    flags = f"--dataset={data}", "--packing=truncate", "--max_epochs=1", f"--out_dir={folder / 'out-packed'}"
     assert run(folder / "run.py", *flags) == 0
     source = last_run(folder / "out-packed")["startup_info"]["data"]["sources"][0]
     assert source["samples_per_epoch"] == source["packing"]["windows"]

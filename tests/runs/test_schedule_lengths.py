@@ -49,21 +49,15 @@ def resumed(out_dir, **keys):
     return find_resume(make_config(out_dir, **keys), ALONE, {})
 
 
-def test_a_longer_resume_keeps_the_schedule_of_the_first_attempt(begun):
+def test_a_longer_resume_keeps_the_schedule_and_a_stated_length_is_another_run_unless_it_is_allowed(begun):
     assert warmup_and_decay_iters(resumed(begun).config) == (4, 40)
     assert resumed(begun).changed == {"max_iters": [40, 400]}
-
-
-def test_a_stated_length_is_another_run_unless_it_is_allowed(begun):
     with pytest.raises(UserError, match="lr_decay_iters: checkpoint 40, now 400.*=lr_decay_iters$"):
         resumed(begun, lr_decay_iters=400)
     with pytest.raises(UserError, match="warmup_iters: checkpoint 4, now 9.*=warmup_iters$"):
         resumed(begun, warmup_iters=9)
     allowed = resumed(begun, lr_decay_iters=400, allow_changes="lr_decay_iters").config
     assert warmup_and_decay_iters(allowed) == (4, 400), "the warm-up is the first attempt's still"
-
-
-def test_a_stated_decay_is_compared_with_the_warm_up_that_is_kept(begun):
     for end in (3, 4):
         with pytest.raises(UserError, match=f"warmup_iters=4 is not below lr_decay_iters={end}"):
             resumed(begun, lr_decay_iters=end, allow_changes="lr_decay_iters")
@@ -77,19 +71,14 @@ def test_what_is_no_length_in_a_checkpoint_is_not_taken(value):
 # --- the warning ---
 
 
-@pytest.mark.parametrize(
-    ("keys", "warns"),
-    [
-        ({"max_iters": 60, "warmup_iters": 2000}, True),
-        ({"max_iters": 60, "warmup_iters": 31}, True),
-        ({"max_iters": 60, "warmup_iters": 30}, False),
-        ({"max_iters": 60, "lr_decay_iters": 25_000}, True),
-        ({"max_iters": 60}, False),
-        ({"max_iters": 60, "warmup_iters": 2000, "eval_only": True}, False),
-        ({"max_iters": 0, "warmup_iters": 2000}, False),
-    ],
-)
-def test_a_warm_up_of_more_than_half_the_run_is_a_warning_with_the_fix(keys, warns):
+WARNS = [{"warmup_iters": 2000}, {"warmup_iters": 31}, {"lr_decay_iters": 25_000}]
+SILENT = [{"warmup_iters": 30}, {}, {"warmup_iters": 2000, "eval_only": True}]
+SILENT += [{"max_iters": 0, "warmup_iters": 2000}]
+
+
+@pytest.mark.parametrize("keys", [*WARNS, *SILENT], ids=str)
+def test_a_warm_up_of_more_than_half_the_run_is_a_warning_with_the_fix(keys):
+    warns, keys = keys in WARNS, {"max_iters": 60, **keys}
     warnings = schedule_warnings(TrainConfig(**keys))
     assert len(warnings) == warns
     if warns:
