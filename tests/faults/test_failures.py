@@ -77,16 +77,11 @@ def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flag
 SOON = ("--timeout_minutes=0.05", "--start_timeout_minutes=0.15")
 
 
-@pytest.mark.parametrize(
-    ("fault", "rank_1"),
-    [
-        (
-            "hang",
-            "is alive, in iteration 15 (batch)",
-        ),  # its main thread waits for something else than the others
-        pytest.param("SIGSTOP", "is silent, last seen in ", marks=pytest.mark.chaos),
-    ],
-)
+HANGS = [("hang", "is alive, in iteration 15 (batch)")]  # it waits for something else than the others
+HANGS += [pytest.param("SIGSTOP", "is silent, last seen in ", marks=pytest.mark.chaos)]
+
+
+@pytest.mark.parametrize(("fault", "rank_1"), HANGS)
 @pytest.mark.hang
 def test_a_rank_that_hangs_or_is_stopped_is_named_with_its_iteration(config, folder, fault, rank_1):
     ended = run_with_fault(config, folder / fault, *SOON, fault=f"{fault} 1 15")

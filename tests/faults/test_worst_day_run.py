@@ -119,18 +119,6 @@ def remove_in_iteration(number: int, monkeypatch, out: Path, replaced: bool) -> 
     monkeypatch.setattr("training.faults.stragglers.Stragglers.check", check)
 
 
-def test_a_disk_that_does_not_answer_is_no_lost_lock(tmp_path, monkeypatch):
-    def fails(path):
-        raise OSError(errno.EIO, "I/O error")
-
-    with RunLock(tmp_path) as lock:
-        lock.acquire()
-        assert not lock.is_lost()
-        monkeypatch.setattr(Path, "lstat", fails)
-        assert not lock.is_lost()
-    assert not RunLock(tmp_path).is_lost(), "an evaluation and the other ranks hold none"
-
-
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
 @pytest.mark.parametrize("flags", [[], ["--init_from=resume"], ["--init_from=auto"]], ids=str)
 def test_checkpoints_that_is_no_folder_is_found_at_the_start(run, config, out, capfd, kind, flags):
@@ -242,15 +230,25 @@ def test_a_kill_at_any_renaming_loses_none_and_the_same_command_goes_on(out, tmp
 # --- a full disk, a dead terminal ---
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_message(out):
+def test_a_disk_that_is_full_at_the_start_is_one_message(out, monkeypatch):
     """Not a traceback when the lock is closed."""
+
+    def fails(path):
+        raise OSError(errno.EIO, "I/O error")
+
     out.mkdir()
     lock = RunLock(out)
+    assert not lock.is_lost(), "an evaluation and the other ranks hold none"
     with largest_file(0):
         with pytest.raises(UserError, match="cannot be written: .*File too large"), lock:
             lock.acquire()
         with pytest.raises(UserError, match="cannot be written: .*File too large"):
             check_writable(out)
+    with lock:
+        lock.acquire()
+        assert not lock.is_lost()
+        monkeypatch.setattr(Path, "lstat", fails)
+        assert not lock.is_lost(), "a disk that does not answer loses no lock"
 
 
 @pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])

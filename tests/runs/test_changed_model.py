@@ -29,7 +29,7 @@ from generation.source import compute_in
 from model import Head
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import build_optimizer
-from training.process.world import World
+from training.process.world import ALONE, World
 from training.strategies.parallelize import parallelize
 
 SHAPE = (4, 2, 32)  # micro-steps of two sequences
@@ -130,10 +130,7 @@ def test_a_parameter_trains_whatever_it_belongs_to_unless_it_is_frozen(runs, nam
     ("edits", "named"),
     [
         (OTHERS[NUMBER], "blocks.0.gate has the shape"),
-        (
-            [(HEAD, SHARED)],
-            "blocks.1.ffn.up.weight and blocks.0.ffn.up.weight are one parameter",
-        ),
+        ([(HEAD, SHARED)], "blocks.1.ffn.up.weight and blocks.0.ffn.up.weight are one parameter"),
     ],
 )
 def test_fsdp_refuses_by_name_what_it_cannot_shard(edits, named):
@@ -146,21 +143,18 @@ def test_fsdp_refuses_by_name_what_it_cannot_shard(edits, named):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (
-            lambda model: model.register_buffer("average", torch.zeros(4)),
-            "buffers average would have no value",
-        ),
-        (lambda model: model.requires_grad_(False), "every parameter of the model is frozen"),
-    ],
-)
-def test_a_model_that_no_strategy_can_train_is_refused(change, named):
+REFUSED = {  # what no strategy can train -> the change
+    "buffers average would have no value": lambda model: model.register_buffer("average", torch.zeros(4)),
+    "every parameter of the model is frozen": lambda model: model.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_a_model_that_no_strategy_can_train_is_refused(named):
     model = model_of(edited([]))
-    change(model)
+    REFUSED[named](model)
     with pytest.raises(UserError, match=named):
-        parallelize(model, TrainConfig(**TINY), World(0, 0, 1, torch.device("cpu")))
+        parallelize(model, TrainConfig(**TINY), ALONE)
 
 
 def test_a_model_with_layers_of_torch_makes_text_in_bfloat16():
@@ -173,9 +167,8 @@ def test_muon_refuses_blocks_that_are_frozen():
     model = model_of(edited([]))
     model.blocks.requires_grad_(False)
     config = TrainConfig(**{**TINY, "optimizer": "muon"})
-    strategy = parallelize(model, config, World(0, 0, 1, torch.device("cpu")))
     with pytest.raises(UserError, match="is frozen; use --optimizer=adamw"):
-        build_optimizer(strategy.shards, config)
+        build_optimizer(parallelize(model, config, ALONE).shards, config)
 
 
 def test_each_change_in_contributing_changes_the_loss(dataset, tmp_path):

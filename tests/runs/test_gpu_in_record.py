@@ -8,7 +8,6 @@ from support.fake_nvml import UUIDS, FakeNvml
 from support.helpers import TINY, last_run, make_dataset, write_config
 
 import train
-from training import evaluate_and_save
 from training.hardware.gpu_monitor import GpuMonitor
 from training.records import beginning
 
@@ -51,21 +50,3 @@ def test_rows_and_summary_have_clock_and_power(run, config, tmp_path, nvml, caps
     assert record["startup_info"]["machine"]["gpus_sampled"] == 2
     (line,) = (line for line in log.splitlines() if line.startswith("GPU: "))
     assert f"MFU {summary['mfu_percent']['median']:.2f} %, 1,500 MHz, 700 W, 61 °C" in line
-
-
-def test_clocks_of_an_evaluation_are_in_no_row(run, config, tmp_path, nvml, monkeypatch):
-    evaluate, sampled = evaluate_and_save.evaluate, []
-
-    def at_another_clock(*arguments):
-        nvml.clock = 900
-        time.sleep(3 * STEP_S)  # most samples of the two iterations of a row are of the evaluation
-        losses = evaluate(*arguments)
-        sampled.append(nvml.clock)
-        nvml.clock = 1500
-        return losses
-
-    monkeypatch.setattr(evaluate_and_save, "evaluate", at_another_clock)
-    assert run(config, "--eval_interval=4", "--log_interval=2") == 0
-    assert sampled == [900, 900]
-    rows = last_run(tmp_path / "out")["training_iterations"]
-    assert {row["sm_clock_mhz"] for row in rows} == {1500}

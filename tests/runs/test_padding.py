@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.all_recipes import RECIPES as LOW
 from support.graphed_runs import build, weights
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
+from support.helpers import STRATEGIES, TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.masked_documents import write_lengths
 
 from common.errors import RunError
@@ -21,7 +21,6 @@ from training.process.world import World
 
 CPU = torch.device("cpu")
 T, EOT, ITERATIONS = 32, 0, 4
-STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 EVALUATION = {1: 24, 3: 8, 8: 3}  # eval_batch_size: eval_iters; 24 windows each time
 
 

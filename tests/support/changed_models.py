@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from support.helpers import ROOT, run_in_one_launch, write_config
+from support.helpers import ROOT, STRATEGIES, run_in_one_launch, write_config
 
-STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 # batch_size, gradient_accumulation_steps; DDP and ZeRO-1, which sum gradients alike, have one each
 DIVISIONS = {"alone": [(8, 1), (2, 4)], "ddp": [(2, 2)], "zero1": [(4, 1)], "fsdp": [(2, 2), (4, 1)]}
 RESUME = "--init_from=resume"
@@ -85,10 +84,10 @@ def train_changed(folder: Path, names, settings: dict, most: int = 2) -> dict[tu
         place.mkdir()
         (place / "model.py").write_text(text)
         write_config(place / "run.py", **{**settings, **keys})
-        strategies = {} if name in (NUMBER, LAYER) else {"fsdp": STRATEGIES["fsdp"]}
-        strategies = {"ddp": [], "zero1": STRATEGIES["zero1"], **strategies} if most > 1 else {}
-        strategies = {"alone": [], **strategies}
-        for strategy, flags in strategies.items():
+        left_out = ["fsdp"] if name in (NUMBER, LAYER) else []
+        for strategy, flags in {"alone": [], **(STRATEGIES if most > 1 else {})}.items():
+            if strategy in left_out:
+                continue
             processes = 1 if strategy == "alone" else 2
             for batch, steps in DIVISIONS[strategy]:
                 out = outs[name, strategy, batch] = place / f"{strategy}-{batch}"

@@ -36,6 +36,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 PRELOADED = (
     "matplotlib.pyplot",
@@ -86,20 +87,10 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*pipes)
 
 
-def run(args, *, timeout=None, check=False, capture_output=False, **keywords) -> subprocess.CompletedProcess:
+def run(args, **keywords) -> subprocess.CompletedProcess:
     """subprocess.run with that Popen."""
-    if capture_output:
-        keywords |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(args, **keywords) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
-    if check:
-        done.check_returncode()
-    return done
+    with mock.patch.object(subprocess, "Popen", Popen):
+        return subprocess.run(args, **keywords)
 
 
 def _is_warm(argv: list[str], environment: dict[str, str]) -> bool:
