@@ -53,8 +53,6 @@ def test_every_package_says_what_its_job_is():
         assert [ast.unparse(node).split()[0] for node in tree.body[1:]] == more, f"{path} does more than that"
 
 
-# --- recipes/, which the core finds by name ---
-
 NOT_THE_CORES = re.compile(r"mxfp8|nvfp4|fp8_delayed|block_?scaled", re.IGNORECASE)
 
 

@@ -34,9 +34,6 @@ IN_A_SENTENCE = (
 )
 
 
-# --- where they are ---
-
-
 def block_lines(language: str, content: str) -> list[str]:
     """The commands of a fenced block, continuations joined. A block of `sh` holds nothing else; in any other,
     a line that begins with a program is one."""
@@ -91,9 +88,6 @@ def split(line: str) -> list[tuple[dict[str, str], list[str]]]:
         else:
             words.append(word)
     return commands
-
-
-# --- what each program would say ---
 
 
 class Parsed(BaseException):

@@ -33,9 +33,6 @@ def config(folder):
     return prepare(folder)
 
 
-# --- several processes ---
-
-
 def test_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted):
     """With data workers, which the signal reaches as well."""
     out = folder / "torchrun"
@@ -107,9 +104,6 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
     assert ended.status == -signal.SIGKILL
     assert "stopped by SIGTERM" in ended.output
     assert ended.steps and ended.record()["status"] == "interrupted"
-
-
-# --- one process ---
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])

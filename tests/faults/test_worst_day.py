@@ -129,9 +129,6 @@ def inbox(watchdog):
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-# --- A.1: the watchdog cannot die ---
-
-
 def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
     with open("/dev/full", "w") as full:
         assert ends(start(config, tmp_path, *FOR_EVER, AT_ONCE, stderr=full)) == 1
@@ -260,9 +257,6 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed_or_no_thread_can_be
         with pytest.raises(Left):
             exit_status.leave_now(4)
     assert left == [3, 4]
-
-
-# --- A.8: output and launch ---
 
 
 @pytest.mark.parametrize(

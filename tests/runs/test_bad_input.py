@@ -25,9 +25,6 @@ def assert_clear(stderr: str):
     assert stderr.startswith("error: ") and stderr.count("error: ") == 1, stderr
 
 
-# --- as a user types it ---
-
-
 ABSENT = ["config/smoke_qwen3.py", "--dataset=absent/folder"], ["no folder absent/folder", "text/prepare.py"]
 NO_CONFIG = [], ["no config file given", "usage: python train.py config/FILE.py", "config/quickstart.py"]
 

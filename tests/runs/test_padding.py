@@ -144,9 +144,6 @@ def test_an_evaluation_without_any_target_says_so(folder):
         evaluate(parts.state.strategy.module, {"val": one_token}, parts.config, World(0, 0, 1, CPU))
 
 
-# --- one step, against torch ---
-
-
 def batch(targets: list[int]):
     """x, y (1, B, T), of the number of targets of each sequence; the rest is padding."""
     ids = torch.randint(1, 64, (len(targets), T + 1), generator=torch.Generator().manual_seed(0))

@@ -47,9 +47,6 @@ def printed(snippet: str) -> list[str]:
     return lines
 
 
-# --- training commands, dry ---
-
-
 @pytest.mark.parametrize("line", TRAINING)
 def test_training_command_passes_as_a_dry_run(line, run, monkeypatch, capfd):
     processes, arguments = processes_and_arguments(line)
@@ -68,9 +65,6 @@ def test_b200_config_without_flags_is_phase_1_of_the_guide_and_fits(monkeypatch)
     assert config.use_dataloader and config.dataloader_num_workers == 16
     assert config.activation_checkpointing == "none" and config.loss_chunks == 1
     assert found.fits and found.needed_gib < 120
-
-
-# --- on a tiny run ---
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +95,12 @@ def names(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in (folder / OUT).glob(pattern))
 
 
-# an evaluation
-
-
 def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, run, capfd):
     other = make_dataset(folder / "other", seed=1)
     flags = ["--init_from=resume", "--eval_only=True", f"--dataset={other}", "--seed=7", "--warmup_iters=200"]
     flags += ["--learning_rate=1e-5", "--lr_decay_iters=100", "--weight_decay=0", "--packing=stream"]
     assert run("run.py", f"--out_dir={OUT}", *flags) == 0, capfd.readouterr()
     assert len(names(folder, "eval_*.json")) == 1
-
-
-# what cannot work here
 
 
 def lines_of(log: str, text: str) -> list[str]:
@@ -127,9 +115,6 @@ def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folde
     (graph,) = lines_of(log, "CUDA Graph")
     assert "not used, the eager step runs: device='cpu' has no CUDA Graphs" in graph
     assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
-
-
-# reading records
 
 
 PEAK = "--peak_tflops=1"  # a CPU has no MFU without it
@@ -199,9 +184,6 @@ def test_what_a_command_around_a_run_names_is_there(line):
     for word in shlex.split(line)[1:]:
         if "/" in word:
             assert list(ROOT.glob(word.rstrip("/"))), word
-
-
-# what tools write beside a record
 
 
 def documents_snippets() -> list[str]:

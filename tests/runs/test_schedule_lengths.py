@@ -32,9 +32,6 @@ def test_a_run_without_a_stated_schedule_warms_up_in_a_tenth_and_decays_to_its_e
     assert learning_rate(lengths[1], config) == pytest.approx(config.min_lr)
 
 
-# --- a resume ---
-
-
 @pytest.fixture
 def begun(tmp_path):
     """A checkpoint of a first attempt of 40 iterations that states no schedule."""
@@ -66,9 +63,6 @@ def test_a_longer_resume_keeps_the_schedule_and_a_stated_length_is_another_run_u
 @pytest.mark.parametrize("value", [None, "40", 40.0, True, 0, -1, 2**70])
 def test_what_is_no_length_in_a_checkpoint_is_not_taken(value):
     assert fix_schedule(TrainConfig(max_iters=60), {"lr_decay_iters": value}).lr_decay_iters == 60
-
-
-# --- the warning ---
 
 
 WARNS = [{"warmup_iters": 2000}, {"warmup_iters": 31}, {"lr_decay_iters": 25_000}]

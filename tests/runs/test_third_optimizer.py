@@ -65,9 +65,6 @@ def test_a_skipped_update_leaves_every_bit():
     assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-# --- without its file ---
-
-
 @pytest.fixture
 def saved(out, tmp_path, monkeypatch):
     """A stranger's checkpoint. Its optimizer is a module that could be imported, and must not be."""

@@ -35,9 +35,6 @@ GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 4, "bias": True}
 HEADS, HEAD_WIDTH = TINY["n_head"], TINY["n_embd"] // TINY["n_head"]
 
 
-# --- the reference ---
-
-
 def rms_norm(x, weight):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
@@ -120,9 +117,6 @@ def reference_run(first_weights, batches, keys):
             group["lr"] = rate
         optimizer.step()
     return rows, w, {name: optimizer.state[p] for name, p in w.items()}
-
-
-# --- the run ---
 
 
 @pytest.fixture
