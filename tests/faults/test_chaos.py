@@ -1,11 +1,14 @@
 """Training is killed with SIGKILL at random moments, start-up, steps, saves, renames and
-deletions alike, and each time started again by the same command. It ends as if nothing had happened."""
+deletions alike, and each time started again by the same command. It ends as if nothing had happened. And an
+hour of training takes no more at its end than at its beginning."""
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import time
 from collections import Counter
@@ -162,16 +165,50 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(config, tmp_path):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_hundreds_of_kills(config, tmp_path, name, seed):
-    survive(config, tmp_path, name, kills=10, seed=seed)
-
-
-@pytest.mark.gpu
-@pytest.mark.chaos
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_kills_of_runs_on_gpus(tmp_path, name):
-    if torch.cuda.device_count() < STRATEGIES[name][0]:
+def test_hundreds_of_kills(config, tmp_path, name, device, seed):
+    if device == "cuda" and torch.cuda.device_count() < STRATEGIES[name][0]:
         pytest.skip("needs two GPUs")
-    config = make_config(tmp_path, device="cuda", dtype="bfloat16")
-    survive(config, tmp_path, name, kills=5, seed=7)
+    on_gpu = {"device": "cuda", "dtype": "bfloat16"}
+    made = config if device == "cpu" else make_config(tmp_path, **on_gpu)
+    survive(made, tmp_path, name, kills=10, seed=seed)
+
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", 60))
+SETTLED, SAMPLE = 25, 5  # seconds until a process has the memory that it needs, and between two samples
+
+
+def usage(pid: int) -> tuple[int, int]:
+    """(pages in memory, open files) of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.chaos
+@pytest.mark.soak
+def test_an_hour_of_training_takes_no_more_memory_and_files_at_its_end_and_leaves_none_over(tmp_path):
+    """SOAK_MINUTES=60 python -m pytest -m soak tests/faults/test_chaos.py -s"""
+    keys = {"n_layer": 4, "n_embd": 128, "d_ff": 256, "block_size": 64, "max_iters": 10**6}
+    keys |= {"use_dataloader": True, "dataloader_num_workers": 1, "lr_decay_iters": 10**6, "log_interval": 10}
+    keys |= {"eval_interval": 500, "checkpoint_interval": 100, "keep_last": 2}
+    out = tmp_path / "out"
+    process = start(prepare(tmp_path, **keys), out, "ddp")
+    time.sleep(SETTLED)
+    pids = processes_of(out)  # the launcher, its ranks and their workers
+    samples, until = [], time.monotonic() + 60 * MINUTES
+    while time.monotonic() < until:
+        assert process.poll() is None, console_of(out).read_text()[-3000:]
+        samples.append({pid: usage(pid) for pid in pids})
+        time.sleep(SAMPLE)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANG_S) == 1, console_of(out).read_text()[-3000:]
+    third = len(samples) // 3
+    typical = {"pages": statistics.median, "files": statistics.mode}  # a save opens some files for a moment
+    for pid, (place, what) in itertools.product(pids, enumerate(typical)):
+        parts = ([sample[pid][place] for sample in part] for part in (samples[:third], samples[-third:]))
+        before, after = map(typical[what], parts)
+        print(f"SOAK {MINUTES:g} minutes, process {pid}: {before} to {after} {what}")
+        assert after < 1.05 * before
+    assert not strays(out)
+    left = {path.name for path in out.iterdir() if not path.name.startswith("run_")}
+    assert left == {"checkpoints", "run.lock"}

@@ -18,6 +18,7 @@ from training.faults.stragglers import StragglerDetector
 from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.peaks import Peak
 from training.optimization.precision import LossScale
+from training.process import world
 from training.process.work_timer import WorkTimer
 from training.process.world import ALONE
 from training.records.clock import Clock
@@ -84,6 +85,7 @@ def test_a_timeout_of_0_is_none(watchdog, timeout, start_timeout, starting, trai
     watchdog.check(0)
     watchdog.check(50)
     assert ends_after(watchdog, 1e9) == training
+    assert (world._timeout(watchdog.config) == world.NO_LIMIT) == (not starting), "of a collective"
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count(watchdog, monkeypatch):

@@ -257,7 +257,7 @@ def of_a_rank(world: World, config: str) -> dict:
     everything_found = {}
     for name in STRATEGIES:
         plain, looking = Rank(config, name, world), Rank(config, name, world)
-        expected, found = plain.changes(*[False] * 4), looking.changes(True, False, True, True)
+        expected, found = plain.changes(*[False] * 3), looking.changes(True, False, True)
         faults = {
             "gradient": lambda strategy: flip_gradient(strategy, 1, WEIGHT),
             "activation": lambda strategy: flip_activation(strategy, 0),

@@ -276,15 +276,9 @@ def test_second_run_in_an_out_dir_refuses_naming_the_first_which_goes_on(run, co
         assert run(config, "--eval_only=True", "--eval_interval=1") == 0, "it writes its own record alone"
         os.kill(first.pid, signal.SIGKILL)  # not its workers
         first.wait()
+        assert f"{first.pid} on " in (out_dir / run_lock.NAME).read_text(), "which stops nobody"
         assert run(config, "--max_iters=1") == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)  # the workers, too
         first.communicate()
-
-
-def test_text_of_a_dead_run_in_the_lock_file_stops_nobody(tmp_path):
-    (tmp_path / run_lock.NAME).write_text("1 on another-machine, started long ago\n")
-    with run_lock.RunLock(tmp_path) as lock:
-        lock.acquire()
-        assert f"{os.getpid()} on " in (tmp_path / run_lock.NAME).read_text()

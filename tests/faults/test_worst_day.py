@@ -36,7 +36,7 @@ from training.configuration.files_and_flags import load_config
 from training.faults import liveness as liveness_module
 from training.faults.liveness import Liveness
 from training.faults.watchdog import Watchdog
-from training.process import exit_status, launch, world
+from training.process import exit_status, launch
 
 FOR_EVER = "--max_iters=100000000", "--log_interval=1000000"
 AT_ONCE = "--timeout_minutes=1e-9"
@@ -325,13 +325,6 @@ def test_world_size_stands_in_for_torchrun_in_a_dry_run(config, run, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "abc")  # of an earlier torchrun
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert launch.restart_count() == 0 and not launch.may_restart()
-
-
-def test_a_start_timeout_of_0_is_none(config, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.faults.watchdog.TICK_S", 0.01)
-    assert run(config, f"--out_dir={tmp_path}", "--start_timeout_minutes=0") == 0
-    limits = load_config([str(config), "--start_timeout_minutes=0"])
-    assert world._timeout(limits) == world.NO_LIMIT, "the watchdog comes before a collective's timeout"
 
 
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_path, monkeypatch):

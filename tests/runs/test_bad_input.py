@@ -25,7 +25,10 @@ def assert_clear(stderr: str):
     assert stderr.startswith("error: ") and stderr.count("error: ") == 1, stderr
 
 
-ABSENT = ["config/smoke_qwen3.py", "--dataset=absent/folder"], ["no folder absent/folder", "text/prepare.py"]
+ABSENT = (
+    ["config/smoke_qwen3.py", "--dataset=absent/folder"],
+    ["no folder absent/folder", "data/text/prepare.py"],
+)
 NO_CONFIG = [], ["no config file given", "usage: python train.py config/FILE.py", "config/quickstart.py"]
 
 

@@ -26,7 +26,7 @@ def shuffle(folder: Path, split: str) -> Path:
     path, meta = folder / f"{split}.bin", json.loads((folder / "meta.json").read_text())
     np.random.default_rng(0).permutation(np.fromfile(path, "<u2")).tofile(path)
     meta["files"][path.name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "meta.json").write_text(json.dumps(meta))
+    edit_json(folder / "meta.json", **meta)
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.evaluation import figures
-from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
+from support.helpers import ROOT, TINY, edit_json, last_run, make_dataset, run_in_one_launch, write_config
 
 import sample
 from common.run_records import run_records
@@ -72,9 +72,8 @@ def trained(tmp_path_factory):
     """A tiny run with the flags that the guides give to LLaMA on two processes."""
     folder = tmp_path_factory.mktemp("published")
     dataset = make_dataset(folder / "tokens")
-    meta = json.loads((dataset / "meta.json").read_text())
-    meta["tokenizer"] = {"kind": "char", "name": "char", "chars": "\n" + "".join(map(chr, range(48, 111)))}
-    (dataset / "meta.json").write_text(json.dumps(meta | {"eot_id": None}))
+    tokenizer = {"kind": "char", "name": "char", "chars": "\n" + "".join(map(chr, range(48, 111)))}
+    edit_json(dataset / "meta.json", tokenizer=tokenizer, eot_id=None)
     keys = {**TINY, "max_iters": 6, "block_size": 16, "eval_interval": 3}
     config = write_config(folder / "run.py", **keys, dataset=dataset, out_dir=folder / OUT)
     flags = ["--batch_size=6", "--gradient_accumulation_steps=32", "--use_zero1=True"]

@@ -353,7 +353,7 @@ def wrong_updates(world: World, config: str, *dtypes: str) -> list:
     return wrong
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [3, 4])  # rows that do not divide, and some without any
 def test_the_same_gradients_give_the_bits_of_one_process_s_updates(folder, processes):
     function, dtypes = "runs.test_strategies:wrong_updates", ("bfloat16", "float32", "float16")
     assert on_ranks(processes, function, folder / "run.py", *dtypes) == [[]] * processes
