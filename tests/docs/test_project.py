@@ -67,8 +67,8 @@ def test_a_package_is_required_in_one_file():
     names = [canonicalize_name(name) for name in re.findall(r"^(?!-r)([\w-]+)", lines, re.M)]
     assert "torch" in names and sorted(names) == sorted(set(names))
     (rule,) = re.findall(r"^\$\(VENV\)/\.installed-dev: (.*)$", read("Makefile"), re.M)
-    files = re.findall(r"^-r (\S+)", read("requirements-dev.txt"), re.M)
-    assert {"requirements-dev.txt", *files} - {"requirements.txt"} <= set(rule.split()), "make installs again"
+    files = re.findall(r"^-r (\S+)", read("requirements/dev.txt"), re.M)
+    assert {"requirements/dev.txt", *files} - {"requirements.txt"} <= set(rule.split()), "make installs again"
 
 
 def hints() -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from support.helpers import ROOT
 from tools.seal.recount import recount
 
 ABSOLUTE_PATH = re.compile(r"""["' =:]/(?:home|root|tmp|mnt|opt|work|Users)/[^"]*""")
-SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.json"))}
+SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "seals").glob("*.json"))}
 
 
 def row(name: str, seal: dict) -> str:
