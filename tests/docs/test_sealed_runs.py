@@ -6,8 +6,6 @@ import re
 from support.documents import TEXTS
 from support.helpers import ROOT
 
-from tools.seal.recount import recount
-
 ABSOLUTE_PATH = re.compile(r"""["' =:]/(?:home|root|tmp|mnt|opt|work|Users)/[^"]*""")
 SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "seals").glob("*.json"))}
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
 from support.faults import INTERVAL, ITERATIONS, WORKER, prepare, run_with_fault
 from support.helpers import start_train
 from support.hostile_files import replace

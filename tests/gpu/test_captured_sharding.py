@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from support.gpu_runs import TWO_GPUS, needs_fp8
 from support.graphed_runs import ON_GPU, build, captured, same, train, weights
 from support.helpers import (
     TINY,
@@ -13,7 +14,6 @@ from support.helpers import (
     last_run,
     make_dataset,
     run_in_one_launch,
-    torchrun_command,
     write_config,
 )
 from support.ranks import on_ranks

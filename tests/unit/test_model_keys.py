@@ -14,7 +14,7 @@ from common.errors import UserError
 from model import rotary_angles
 from model_builder import build_model
 from model_config import ModelConfig, model_config
-from training.checkpoints.saved_state import _model_config
+from training.checkpoints.saved_state import read_model_config
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.dry_run import dry_run
@@ -228,7 +228,7 @@ REFUSED_SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED_SCALINGS, ids=lambda item: str(item)[:60])
+@pytest.mark.parametrize(("values", "message"), REFUSED_SCALINGS, ids=lambda item: item[:60] if isinstance(item, str) else "")
 def test_a_scaling_that_cannot_be_is_refused_with_the_fix(values, message):
     with pytest.raises(ValueError) as error:
         rope_scaling.parse(values)
