@@ -75,9 +75,9 @@ def work(
 
 def restore(entries: Sequence[Entry], folder: Path) -> None:
     """Gives entries what runs with the same arguments have found, in any process."""
-    found = {(*done.program, *done.argv): done for done in kept(folder) if done.result}
+    found = {(done.kind, *done.program, *done.argv): done for done in kept(folder) if done.result}
     for entry in entries:
-        done = found.get((*entry.program, *entry.argv), entry)
+        done = found.get((entry.kind, *entry.program, *entry.argv), entry)
         succeeded = [run for run in done.runs if not run["reason"]]
         if len(succeeded) > len(entry.runs):
             entry.runs, entry.facts, entry.result = succeeded, done.facts, done.result
