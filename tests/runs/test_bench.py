@@ -195,8 +195,8 @@ def test_variants_are_chosen_by_name_or_by_what_is_in_it(tmp_path):
 
 def test_run_that_takes_too_long_is_stopped(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); print('error: no', flush=True); time.sleep(60)"
-    ended = run_process([sys.executable, "-c", code], tmp_path / "log", timeout_s=3)
-    assert ended.reason.startswith("not done after 3 s")
+    ended = run_process([sys.executable, "-c", code], tmp_path / "log", timeout_s=5)
+    assert ended.reason.startswith("not done after 5 s")
     assert not is_running(int((tmp_path / "log").read_text().split()[0]))
 
 
