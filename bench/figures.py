@@ -48,10 +48,10 @@ def measure(rows: list[dict], warmup: int) -> dict:
 def combine(runs: list[dict]) -> dict | None:
     """The figures of one variant from all its repeats: medians and percentiles over all their rows, the most
     memory of any run. Runs that failed have no measurement; None if all did."""
-    measurements = known(runs, "measurement")
+    measurements: list[Any] = known(runs, "measurement")
     if not measurements:
         return None
-    of = {name: known(measurements, name) for name in measurements[0]}
+    of: dict[str, Any] = {name: known(measurements, name) for name in measurements[0]}
     return {
         "runs": len(measurements),
         "rows": sum(of["rows"]),

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from common.command import FAILED, outcome, prepare_output, say
 from common.text import one_line, shorten
@@ -64,7 +64,7 @@ def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: boo
             environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         began = time.perf_counter()
         # in a session of its own: Ctrl-C reaches only this process, which then stops the other one
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             process.wait(timeout_s)

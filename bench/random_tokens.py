@@ -41,10 +41,10 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
         ends = np.cumsum(lengths) - 1
         ids[ends[ends < count]] = end
         splits[split] = [ids]
-    about = {"source": f"uniform random ids, seed {SEED}", "eot_id": end}
+    tokenizer, source = {"kind": "none", "name": "random"}, f"uniform random ids, seed {SEED}"
     try:
         with new_folder(path) as temporary:
-            write_dataset(temporary, splits, vocab_size, {"kind": "none", "name": "random"}, **about)
+            write_dataset(temporary, splits, vocab_size, tokenizer, eot_id=end, source=source)
     except OSError:
         if not path.exists():  # else another process was faster
             raise

@@ -43,7 +43,8 @@ from training.configuration.keys import AUTO, ROOT
 from training.pretrained.settings import load_run_config
 
 CONFIG, FINEWEB = str(ROOT / "config/speedrun_124m.py"), "fineweb10b"
-GRIDS = {BASELINE: (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
+GRIDS: dict[str, tuple[float, ...]] = {BASELINE: (2.5e-4, 5e-4, 1e-3, 2e-3)}
+GRIDS |= {"muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 KEYS: dict[str, dict[str, str]] = {
     name + suffix: {"optimizer": name, "low_precision": recipe}
     for suffix, recipe in (("", "none"), ("-fp8", "fp8_tensorwise"))
@@ -201,13 +202,10 @@ class Experiment:
         if not self._complete([self.entry(name, rate) for name in searched for rate in grid[name]]):
             return
         for name in optimizers:
-            losses = {
-                loss(run): run.about["rate"]
-                for run in self.runs
-                if run.about["variant"] == name and run.result
-            }
-            if losses or name not in searched:  # else no run succeeded
-                best[name] = losses[min(losses)] if losses else grid[name][0]
+            tried = [run for run in self.runs if run.about["variant"] == name and run.result]
+            if tried or name not in searched:  # else no run succeeded
+                lowest = min(tried, key=lambda run: loss(run) or 0.0, default=None)
+                best[name] = lowest.about["rate"] if lowest else grid[name][0]
         order = deque(name for name in self.options.variants if KEYS[name]["optimizer"] in best)
         full = []
         for seed in self.options.seeds:

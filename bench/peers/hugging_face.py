@@ -98,8 +98,8 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
         model = ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     forward = torch.compile(model) if config.compile else model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    keys = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, **keys)
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    optimizer = torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=decay, fused=True)
     use_bf16 = config.dtype == "bfloat16"
 
     def step(x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
