@@ -97,6 +97,12 @@ def test_its_trainer_gets_our_batches_and_its_steps_are_rows(small, stand_in):
     assert any((labels == -100).any() for _, labels in stand_in.batches)  # padding
 
 
+def test_a_token_that_is_no_target_is_not_counted():
+    y = torch.tensor([[[3, ~3, 0, ~0]]])  # (A, B, T): our datasets store it as the complement of its id
+    _, labels = next(torchtitan.batches(types.SimpleNamespace(next=lambda: (y, y))))
+    assert labels.tolist() == [[3, -100, 0, -100]]
+
+
 def test_another_model_or_a_training_that_ends_early_is_no_figure(small, stand_in):
     stand_in.steps = 3
     with pytest.raises(UserError, match="torchtitan ended before iteration 6"):
