@@ -55,7 +55,7 @@ class Hub:
                 path.unlink(missing_ok=True)
                 self._download(name.as_posix())
                 if not self._is_whole(path):
-                    raise UserError(f"{path} has not the size in {LISTING}; run the same command again")
+                    raise UserError(f"{path} has not the listed size ({LISTING}); run the same command again")
 
     def release(self, paths: Iterable[str]) -> None:
         """The files will not be read again."""

@@ -224,7 +224,7 @@ def test_a_file_is_fetched_once_and_again_if_it_was_damaged(files):
 @pytest.mark.parametrize(
     ("answers", "left", "error", "message"),
     [
-        (["longer"], 0, UserError, "a.jsonl has not the size in hub.json"),
+        (["longer"], 0, UserError, "a.jsonl has not the listed size .hub.json"),
         ([TimeoutError("no answer")] * 6, 0, ConnectionError, "a.jsonl of o/n could not be downloaded .Time"),
         ([OSError(errno.ENOSPC, "No space left on device"), "right"], 1, OSError, "No space"),
     ],
