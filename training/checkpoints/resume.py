@@ -76,7 +76,7 @@ def _choose_start(config: TrainConfig) -> tuple[TrainConfig, str]:
     root, token = Path(config.out_dir) / "checkpoints", _token(config)
     if restart_count():
         log.info(f"Restart {restart_count()} by torchrun: a process of this run had failed")
-        if any(_has_token(folder, token) for folder in step_folders(root)):
+        if any(_has_token(folder, token) for folder in reversed(step_folders(root))):
             return replace(config, init_from="resume", resume_from="latest"), token
         log.info("It had saved no checkpoint, so it begins again as it began")
     if config.init_from == "auto":  # damaged ones count: beside them, it does not begin from scratch

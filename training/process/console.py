@@ -83,7 +83,8 @@ def start_logging(log_path: Path | None, console: bool = True) -> None:
 
 
 def write_to_log_file(message: str) -> None:
-    """Writes to the file alone: a message that the console got in another way, such as a run's last error."""
+    """Writes to the file alone: a message that the console got in another way, such as a run's last error.
+    It takes no lock: the main thread may hold it, and hang in a write."""
     for handler in log.handlers:
         if isinstance(handler, LogFile):
-            handler.handle(logging.makeLogRecord({"msg": message}))
+            handler.emit(logging.makeLogRecord({"msg": message}))

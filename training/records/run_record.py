@@ -86,7 +86,8 @@ class RunRecord:
     @property
     def content(self) -> dict[str, Any]:
         """All of it, as a reader of the JSON would find it."""
-        return json.loads(b"".join(render(self._lines())))
+        with self.lock:  # reading moves the journal's position
+            return json.loads(b"".join(render(self._lines())))
 
     def add(self, section: str, entry: dict[str, Any]) -> None:
         """Adds an entry, which begins with the iteration that it is of, to one of SECTIONS."""
