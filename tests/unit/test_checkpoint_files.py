@@ -187,33 +187,6 @@ def test_a_pickle_in_the_place_of_any_file_is_not_read(folder, tmp_path, name):
     assert canary.exists(), "the attack would have worked"
 
 
-def header(**changes) -> dict:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
-    return {"__metadata__": {"DCP_SHARDING_INFO": '{"t": {"saved_offsets": [0]}}'}, "t": entry}
-
-
-SHARED = {  # 4 of 8 bytes are in both
-    "__metadata__": {"DCP_SHARDING_INFO": '{"t": {"saved_offsets": [0]}, "u": {"saved_offsets": [0]}}'},
-    "t": header()["t"],
-    "u": header(data_offsets=[4, 8], shape=[1])["t"],
-}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"\xff" * 64, pickle.dumps({"t": 1}), header(shape=[3]), header(data_offsets=[0, 80]), SHARED],
-    ids=repr,
-)
-@pytest.mark.security
-def test_a_header_that_is_none_is_refused(folder, content):
-    """test_changed_files.py has any change of one."""
-    if not isinstance(content, bytes):
-        text = json.dumps(content).encode()
-        content = len(text).to_bytes(8, "little") + text + bytes(8)
-    (folder / "tensors-00000-0.safetensors").write_bytes(content)
-    assert "tensors-00000-0.safetensors is damaged, or no file of tensors" in refused(folder)
-
-
 @pytest.mark.security
 def test_files_that_the_manifest_does_not_list_are_not_read(folder):
     expected = checkpoint_tensors(folder)

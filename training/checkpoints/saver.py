@@ -249,14 +249,9 @@ def _write_files(save: Save, rank: int, work: Work) -> dict[str, dict]:
 
 def _divide(work: Work) -> list[Work]:
     """Divides the work into files of about the same size."""
-    total = sum(part.bytes for part, _ in work)
-    files: list[Work] = [[] for _ in range(min(WRITER_THREADS, 1 + total // FILE_BYTES))]
-    sizes = [0] * len(files)
-    for item in sorted(work, key=lambda item: -item[0].bytes):
-        smallest = sizes.index(min(sizes))
-        files[smallest].append(item)
-        sizes[smallest] += item[0].bytes
-    return files
+    count = min(WRITER_THREADS, 1 + sum(part.bytes for part, _ in work) // FILE_BYTES)
+    largest_first = sorted(work, key=lambda item: -item[0].bytes)
+    return [largest_first[number::count] for number in range(count)]
 
 
 def _report(save: Save, rank: int, files: dict[str, dict]) -> None:

@@ -164,22 +164,18 @@ def _check_tensors(found: dict[str, Part], saved: SavedState) -> None:
         model = model_builder.build_model(saved.model_config)  # on the meta device: only the shapes
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"its model cannot be built ({error})") from None
-    for name, weight in model.named_parameters():
-        part = _found(found, f"{WEIGHT}{name}")
-        if part.shape != weight.shape or not part.dtype.is_floating_point:
-            wanted = f"of floating point and {tuple(weight.shape)}"
-            raise ValueError(f"the tensor {part.name} is {part.dtype} {part.shape}, not {wanted}")
-    for name, wanted in (saved.tensors if saved.format == FORMAT else _unlisted(saved, model)).items():
-        part = _found(found, name)
-        if described(part.dtype, part.shape) != wanted:
-            is_now = described(part.dtype, part.shape)
-            raise ValueError(f"the tensor {shown(name)} is {is_now}, not {shown(wanted)}")
-
-
-def _found(parts: dict[str, Part], name: str) -> Part:
-    if name not in parts:
-        raise ValueError(f"the tensor {shown(name)} is missing")
-    return parts[name]
+    weights = {f"{WEIGHT}{name}": weight for name, weight in model.named_parameters()}
+    listed = saved.tensors if saved.format == FORMAT else _unlisted(saved, model)
+    for name in (*weights, *listed):
+        if name not in found:
+            raise ValueError(f"the tensor {shown(name)} is missing")
+        part = found[name]
+        is_now = described(part.dtype, part.shape)
+        if name in weights and not (part.shape == weights[name].shape and part.dtype.is_floating_point):
+            wanted = f"of floating point and {tuple(weights[name].shape)}"
+            raise ValueError(f"the tensor {name} is {is_now}, not {wanted}")
+        if is_now != listed.get(name, is_now):
+            raise ValueError(f"the tensor {shown(name)} is {is_now}, not {shown(listed[name])}")
 
 
 def _unlisted(saved: SavedState, model: nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 
 import model_builder
 from common.errors import UserError
+from common.schema import naming
 from data.pipeline.meta_file import read_meta
 from model import Attend, Transformer, manual_attention
 from training.batches.sources import show_tokenizer, tokenizer_identity
@@ -24,14 +25,7 @@ from training.checkpoints.train_state import TrainState, part_of, whole_parts
 from training.checkpoints.verification import digest
 from training.configuration.dataset_name import first_folder
 from training.configuration.keys import TrainConfig
-from training.pretrained.folder import (
-    Weights,
-    describe,
-    fetch,
-    list_files,
-    locate,
-    match,
-)
+from training.pretrained.folder import Weights, describe, fetch, list_files, locate, match
 from training.pretrained.tokenizer_hash import VOCABULARIES, another_tokenizer
 from training.process.agreement import agree
 from training.process.world import World, gather_objects
@@ -109,19 +103,14 @@ def _read(config: TrainConfig, state: TrainState) -> dict[str, Any]:
     """Reads this rank's part, and hashes its share of the files that its machine reads. Returns what is to be
     compared with the other ranks. Raises UserError."""
     assert config.init_weights is not None
-    world = state.world
-    try:
-        weights = locate(config.init_weights)
+    world, weights = state.world, locate(config.init_weights)
+    with naming(weights.folder):
         architecture = weights.architecture()
         reader = match(weights, architecture, config.model_config())
         shards = [(shard, shard.local.detach()) for shard in state.strategy.shards]
         reader.load_all({part_of(s, s.name, tensor): tensor for s, tensor in shards}, weights.folder)
         mine = list_files(weights.folder)[world.local_rank :: world.local_size]
         return describe(weights, architecture, {name: digest(weights.folder / name) for name in mine})
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {config.init_weights} cannot be read: {error}") from error
 
 
 def _check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

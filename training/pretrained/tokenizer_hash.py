@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from data.pipeline.meta_file import read_meta
-from data.tokenizers.json_file import byte_letters, read_file, tokenizer_json
+from data.tokenizers.json_file import byte_letters, file_hash, tokenizer_json
 from training.batches.sources import hash_json, tokenizer_identity
 
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
@@ -21,12 +21,11 @@ HASHES = {"gpt2": "55ba63b3ccb2e9c5e730eab37414b42caf44d3cfb7c5cdca35db483aac55f
 
 
 class Files(NamedTuple):
-    hashes: set[
-        str
-    ]  # of the files, and of the rules in a tokenizer.json, which programs write in several ways
+    # of the files, and of the rules in a tokenizer.json, which programs write in several ways
+    hashes: set[str]
     tokens: list[str] | None  # of a tokenizer.json, in the order of their ids
     without_file: str | None  # their hash in a dataset of tiktoken's tokens or of characters
-    model: bytes | None  # a tokenizer.model
+    has_model: bool  # a tokenizer.model
 
 
 def another_tokenizer(weights: Path, dataset: Path) -> bool | None:
@@ -44,18 +43,15 @@ def another_tokenizer(weights: Path, dataset: Path) -> bool | None:
         return False
     if ours.tokens is not None and theirs.tokens is not None:
         return None if ours.tokens == theirs.tokens else True
-    if ours.model is not None and theirs.model is not None:
-        return True
-    tokens, model = ours.tokens or theirs.tokens, ours.model or theirs.model
-    return True if tokens and model and not _lists(model, tokens) else None
+    return True if ours.has_model and theirs.has_model else None
 
 
 def _read_files(folder: Path) -> Files:
     """Raises UserError."""
-    model = read_file(folder / MODEL) if (folder / MODEL).is_file() else None
-    hashes = set() if model is None else {hashlib.sha256(model).hexdigest()}
+    has_model = (folder / MODEL).is_file()
+    hashes = {file_hash(folder / MODEL)} if has_model else set()
     if not (folder / JSON).is_file():
-        return Files(hashes, None, None, model)
+        return Files(hashes, None, None, has_model)
     content = tokenizer_json(folder / JSON)
     try:
         tokenizer = json.loads(content)
@@ -69,7 +65,7 @@ def _read_files(folder: Path) -> Files:
         hashes |= {hashlib.sha256(content.encode()).hexdigest(), _hash_of_rules(tokenizer)}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / JSON} is not a tokenizer.json that can be read: {error}") from None
-    return Files(hashes, tokens, without_file, model)
+    return Files(hashes, tokens, without_file, has_model)
 
 
 def _hash_of_rules(tokenizer: dict[str, Any]) -> str:
@@ -87,13 +83,3 @@ def _hash_as_tiktoken(tokens: list[str]) -> str | None:
     except KeyError:
         return None
     return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
-
-
-def _lists(model: bytes, tokens: list[str]) -> bool:
-    """Whether a tokenizer.model has these tokens in this order. The byte before each is its length."""
-    place = 0
-    for piece in (token.encode() for token in tokens):
-        place = model.find((bytes([len(piece)]) if len(piece) < 128 else b"") + piece, place) + 1
-        if not place:
-            return False
-    return True
