@@ -9,7 +9,7 @@ config.json: weights that fit would otherwise give wrong logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import rope_scaling
 from common.errors import UserError
@@ -26,10 +26,12 @@ class Gpt2:
     """Null, or a field that is not there, is transformers' default. A Literal is all that can be computed."""
 
     model_class = "GPT2LMHeadModel"
-    presets = ("gpt2",)  # values of arch_preset that are such models
+    presets: ClassVar[tuple[str, ...]] = ("gpt2",)  # values of arch_preset that are such models
     # keys of the model, whatever config.json says
-    style = dict(normalization="layernorm", activation="gelu", position_encoding="learned", ffn_type="mlp")
-    style |= dict(bias=True, qkv_bias=False, qk_norm=False)
+    style: ClassVar[dict[str, Any]] = {
+        **dict(normalization="layernorm", activation="gelu", position_encoding="learned", ffn_type="mlp"),
+        **dict(bias=True, qkv_bias=False, qk_norm=False),
+    }
     sizes = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd")  # key -> its name in config.json
 
     vocab_size: Positive
@@ -65,12 +67,14 @@ class Llama:
     """As Gpt2."""
 
     model_class = "LlamaForCausalLM"
-    presets = ("llama", "llama3")
-    style = dict(normalization="rmsnorm", activation="silu", position_encoding="rope", ffn_type="swiglu")
-    style |= dict(qkv_bias=False, qk_norm=False)
+    presets: ClassVar[tuple[str, ...]] = ("llama", "llama3")
+    style: ClassVar[dict[str, Any]] = {
+        **dict(normalization="rmsnorm", activation="silu", position_encoding="rope", ffn_type="swiglu"),
+        **dict(qkv_bias=False, qk_norm=False),
+    }
     sizes = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size")
     sizes |= dict(d_ff="intermediate_size")
-    usual_head_dim = None  # transformers' default; None: of the width
+    usual_head_dim: ClassVar[int | None] = None  # transformers' default; None: of the width
 
     vocab_size: Positive
     num_hidden_layers: Positive
@@ -154,7 +158,8 @@ class Qwen3(Qwen2):
     attention_bias: Literal[False] = False
 
 
-FAMILIES = {"gpt2": Gpt2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}  # by model_type in config.json
+# by model_type in config.json
+FAMILIES: dict[str, type[Gpt2 | Llama]] = {"gpt2": Gpt2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 
 
 @dataclass(frozen=True)
