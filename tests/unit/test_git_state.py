@@ -1,5 +1,6 @@
 """What a record says of its code: what git does not answer is not known, and never 'not modified'."""
 
+import hashlib
 import subprocess
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_changed_checkout_is_modified_and_a_clean_one_is_not(checkout):
     changed = git_state()
     assert changed["modified"] is True and len(changed["difference_sha256"]) == 64
     assert code_text(changed) == f"commit {changed['commit']}, modified"
+    command = [
+        "git",
+        "diff",
+        "--no-color",
+        "--no-ext-diff",
+        changed["commit"],
+        "--",
+    ]
+    shown = subprocess.run(command, cwd=checkout, capture_output=True, check=True).stdout
+    assert b"+2" in shown and hashlib.sha256(shown).hexdigest() == changed["difference_sha256"]
     (checkout / "model.py").write_text("1\n")
     assert git_state() == {"commit": changed["commit"], "modified": False}
     assert code_text(git_state()) == f"commit {changed['commit']}"
