@@ -5,7 +5,8 @@ B sequences · T tokens of the longest prompt · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -53,7 +54,8 @@ def generate(
         x, delta = _run_blocks(model, tokens[None], positions, cache.layers(positions))
         return choice.choose(model.head(x, delta)[0].float(), draws)  # of logits (B, V)
 
-    advance, running = step, list(range(len(prompts)))
+    advance: Callable[..., Any] = step
+    running = list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in prompts]
     for made in range(1, max(room) + 1):
         running = [number for number in running if found[number] not in ends]

@@ -157,7 +157,7 @@ def recount(record: dict[str, Any]) -> dict[str, Any]:
         peak = {"tflops_per_gpu": known.tflops}
     # a target that is stated has no other fields, and no other one is stated
     stated = record["summary"].get("loss_targets") or []
-    targets = zip_longest(stated, describe_targets(record), fillvalue={})
+    targets: Any = zip_longest(stated, describe_targets(record), fillvalue={})
     return {
         "startup_info": {
             "model": {"architecture": model.to_dict()},

@@ -38,8 +38,9 @@ class Wandb:
         self.files = (run.folder / "wandb", f"offline-run-*-{run.id}")
         for earlier in self.files[0].glob(self.files[1]) if self.offline else ():
             shutil.rmtree(earlier)
-        names = {"project": run.project, "name": run.name, "id": run.id, "dir": str(run.folder)}
-        self.run = wandb.init(**names, resume="allow", config=run.config, settings=settings)
+        names: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
+        names |= {"dir": str(run.folder), "resume": "allow", "config": run.config}
+        self.run = wandb.init(**names, settings=settings)
         return NOTHING if self.offline else (self.run.starting_step or 0) + NOTHING
 
     def send(self, step: int, figures: dict[str, float]) -> None:
