@@ -2,6 +2,8 @@
 mistake in its arguments is one line."""
 
 import dataclasses
+import hashlib
+import json
 import math
 import shutil
 import sys
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.evaluation import CHARS, EOT_ID, TEXTS, figures, make_token_files, make_weights, write_texts
+from support.evaluation import CHARS, EOT, EOT_ID, TEXTS, figures, make_token_files, make_weights, write_texts
 from support.helpers import TINY, run_train, write_config
 from support.hf_models import VOCAB, load_reference
 
@@ -168,6 +170,30 @@ def test_a_prepared_dataset_has_the_figures_of_its_text(folder, run_on_texts):
     assert [of_text[name] for name in same] == [of_dataset[name] for name in same]
     assert (of_text["tokens"], of_text["bytes"]) == (TOKENS, BYTES)
     assert found["model"]["iteration"] == 2 and "step-00000002" in found["model"]["checkpoint"]
+
+
+@torch.no_grad()
+def test_of_a_conversation_the_targets_alone_are_scored(folder, tmp_path):
+    """Its first token has no other before it; the end-of-text token is a target, as its answer ends so."""
+    data = make_token_files(tmp_path / "data", folder / "weights", ["Where? There.", "A", "Who? Me"])
+    meta = json.loads((data / "meta.json").read_text()) | {"dtype": "int32"}
+    for split in ("train", "val"):
+        ids = np.fromfile(data / f"{split}.bin", "<u2").astype("<i4")
+        questions = [0, 1, 2, 3, 4, 5, 14, 16, 17, 18, 19]  # of the validation split
+        ids[questions] = ~ids[questions]
+        ids.tofile(data / f"{split}.bin")
+        meta["files"][f"{split}.bin"]["sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta))
+    (found,) = figures(f"--hf={folder / 'weights'}", f"--dataset={data}", output=tmp_path)["texts"]
+    model, nats, tokens = load_reference(folder / "weights"), 0.0, 0
+    for conversation in np.split(ids, [14, 16]):
+        plain = torch.tensor(np.where(conversation < 0, ~conversation, conversation), dtype=torch.int64)
+        targets = torch.tensor(np.where(conversation < 0, -100, conversation), dtype=torch.int64)[1:]
+        logits = model(input_ids=plain[None]).logits[0, :-1]
+        nats += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        tokens += int((targets >= 0).sum())
+    assert (found["documents"], found["tokens"]) == (3, tokens)
+    assert found["nats"] == pytest.approx(nats, rel=1e-5) and found["bytes"] == len(" There. Me" + 3 * EOT)
 
 
 def test_what_ran_is_saved_beside_the_run_record(folder, run_on_texts, capsys):

@@ -123,6 +123,7 @@ def test_all_that_belongs_to_an_iteration_is_sent_at_once(fake, record):
     (_, first), (step, figures) = tracker.steps
     assert first["train/loss"] == 2.5 and step == 2 and "events/straggler" not in first
     assert figures.items() >= {"eval/val_loss": 3.5, "eval/web/val_loss": 2.0}.items()
+    assert not {"eval/iter", "eval/lr", "eval/attempt", "events/straggler/attempt"} & figures.keys()
     assert figures.items() >= {"events/straggler": 1, "events/straggler/rank": 1}.items()
     assert figures.items() >= {"train/loss": 2.5, "train/learning_rate": 0.1}.items()
     assert tracker.summary == {"status": "completed", "final_loss": 2.5}
