@@ -228,7 +228,9 @@ REFUSED_SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED_SCALINGS, ids=lambda item: item[:60] if isinstance(item, str) else "")
+@pytest.mark.parametrize(
+    ("values", "message"), REFUSED_SCALINGS, ids=[message for _, message in REFUSED_SCALINGS]
+)
 def test_a_scaling_that_cannot_be_is_refused_with_the_fix(values, message):
     with pytest.raises(ValueError) as error:
         rope_scaling.parse(values)
