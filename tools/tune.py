@@ -40,9 +40,7 @@ SHARDING = ("use_zero1", "use_fsdp", "reshard_after_forward")
 STRATEGIES = ((), ("use_zero1",), ("use_fsdp",), ("use_fsdp", "reshard_after_forward"))
 RECOMPUTATION = ("none", "memory_bound", "attention", "selective", "full")  # from the fastest
 TUNED = (*SHARDING, "batch_size", "activation_checkpointing", "use_cuda_graphs", "loss_chunks")
-# Of a trial's iteration on a GPU, if the config's is not smaller: with so many, the optimizer's part in the
-# time hardly depends on the micro-batch.
-TRIAL_TOKENS = 131_072
+TRIAL_TOKENS = 131_072  # of an iteration on a GPU: enough that the time of the update hardly counts
 SHORT = ("--iters=5", "--warmup=2", "--timeout=600")  # unless the user says otherwise
 GRAPHED = "--warmup=12"  # iterations 8 and 9 check the capture of a CUDA graph, and the first replays follow
 GAIN = 0.005  # of a step, by one run: two equal runs differ by 0.2 to 0.4 % (plots/verdict.py)
@@ -90,9 +88,8 @@ class Search:
     def sizes(self) -> list[int]:
         """Micro-batches that divide the iteration, about the config's own."""
         own = self.own.micro_batch
-        around = [own // 4, own // 2, own, 2 * own]
-        if self.fixed & {"batch_size", "gradient_accumulation_steps"}:
-            around = [own]
+        fixed = self.fixed & {"batch_size", "gradient_accumulation_steps"}
+        around = [own] if fixed else [own // 4, own // 2, own, 2 * own]
         return [size for size in around if size and own * self.own.micro_steps % size == 0]
 
     def improve(self, keys: dict[str, Any]) -> bool:
@@ -165,8 +162,8 @@ def main(argv: list[str]) -> None:
     arguments = [options.config, *flags, *stated]
     base = load_run_config(arguments, options.nproc)
     stem = options.config.rpartition("/")[2].removesuffix(".py").removeprefix("tuned_")
-    several = f"_{options.nproc}gpu" if options.nproc > 1 else ""
-    result = options.write or ROOT / "config" / f"tuned_{stem}{several}.py"
+    gpus = f"_{options.nproc}gpu" * (options.nproc > 1)
+    result = options.write or ROOT / "config" / f"tuned_{stem}{gpus}.py"
     if result.exists() and not result.read_text(encoding="utf-8", errors="replace").startswith(MARK):
         raise UserError(f"{result} was not written by tools.tune; rename it, or name another with --write")
     options.out_dir = options.out_dir or ROOT / "out-tune" / f"{stem}_{time.strftime('%Y%m%d_%H%M%S')}"

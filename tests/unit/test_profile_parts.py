@@ -186,7 +186,7 @@ def window(iterations, operators=False):
         trace.kernel("gemm", at + 4, at + 10, at + 30)
         trace.kernel("same_name_everywhere", at + 7, at + 30, at + 40, grid=(number % 2, 1, 1))
         trace.kernel("ncclDevKernel_AllReduce_Sum_f32", at + 8, at + 20, at + 60, stream=9)
-        trace.kernel("Memset (Device)", at + 70, at + 80, at + 90, category="gpu_memset")
+        trace.kernel("Memset (Device)", at + 10, at + 80, at + 90, category="gpu_memset")
     trace.mark(100 * iterations, 100 * iterations + 2)
     return trace
 
