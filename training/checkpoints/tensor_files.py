@@ -147,7 +147,7 @@ def read_header(path: Path, whole: bool = False) -> dict[Part, Place]:
                 part = Part(name, where, shape, dtype)
                 start -= part.bytes
                 parts[part] = Place(path, start)
-            return parts
+            return dict(reversed(parts.items()))  # in the order of the file
     except (KeyError, SafetensorError) as error:
         raise UserError(f"{path} is damaged, or no file of tensors: {error}") from None
 
