@@ -156,7 +156,7 @@ def main(argv: list[str]) -> None:
 
 def table(named: list[Plan], best: list[Plan]) -> list[str]:
     head = ["model", "layers-heads-width-ff, KV heads", "parameters", "FLOPs/token", "tokens", "loss"]
-    rows = []
+    rows: list[list[str]] = []
     for model, tokens, loss, flops in [*named, *best]:
         name = model.arch + ", compute-optimal" * (len(rows) >= len(named))
         shape = f"{model.n_layer}-{model.n_head}-{model.n_embd}-{model.d_ff}, {model.n_kv_head}"

@@ -100,7 +100,7 @@ class Search:
         keys |= {"loss_chunks": self.own.loss_chunks if "loss_chunks" in self.fixed else AUTO}
         own = (self.own.activation_checkpointing,)
         levels = own if "activation_checkpointing" in self.fixed else RECOMPUTATION
-        configs = [replace(self.best, activation_checkpointing=level, **keys) for level in levels]
+        configs = [replace(self.best, **keys | {"activation_checkpointing": level}) for level in levels]
         found = (choose(config, self.options.nproc, self.memory) for config in configs)
         for config in [config for config, micro_batch in found if micro_batch.fits][: 1 + FRUGAL_TRIES]:
             if ran := self.rows(config) or self.measure(config):
@@ -140,7 +140,7 @@ class Search:
         name = " ".join(f"--{key}={getattr(config, key)}" for key in changed) or "the config as it is"
         rates, mfus = (self.rows(config, key) for key in ("tokens_per_sec", "mfu_percent"))
         mfu = f"MFU {np.median(mfus):.2f} % (v3), " if np.size(mfus) else ""
-        return f"{name}: {np.median(rates or [0]):,.0f} tokens/s, {mfu}{len(rates)} run(s)"
+        return f"{name}: {np.median(rates) if rates else 0:,.0f} tokens/s, {mfu}{len(rates)} run(s)"
 
     def config_text(self, command: str, stated: dict[str, Any]) -> str:
         """What the config and the flags state, with what was found."""
@@ -194,9 +194,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--out_dir", type=user_folder, help="a new folder for the trials (default: out-tune/NAME_TIME)")
     add("--write", type=user_folder, help="the file of the result (default: config/tuned_NAME.py)")
     flags, rest = take_flags(argv, ("dataset", "out_dir"))
-    options, options.others = parser.parse_known_args(rest)
+    options, others = parser.parse_known_args(rest)
     own = {"config": options.config, "nproc": options.nproc, "dataset": options.dataset}
-    options.others += [f"--{key}={value}" for key, value in own.items() if value]
+    options.others = [*others, *(f"--{key}={value}" for key, value in own.items() if value)]
     return options, flags
 
 

@@ -29,10 +29,10 @@ def analyze(
     nothing that can be read."""
     record, config = read_run(out_dir)
     hardware = record["startup_info"]["hardware"]
-    *recording, facts = read_recording(out_dir, Parts(config))
+    works, marks, over_host_clock, facts = read_recording(out_dir, Parts(config))
     medians = {key: plain[key] and plain[key]["median"] for key in ("time_ms", "mfu_percent", "sm_clock_mhz")}
-    # on a CPU the profiler slows down the operators themselves
-    found = breakdown(*recording, medians["time_ms"] if config.device == "cuda" else None)
+    plain_ms = medians["time_ms"] if config.device == "cuda" else None  # a CPU's operators slow down, too
+    found = breakdown(works, marks, over_host_clock, plain_ms)
     peak = hardware["peak"]["tflops_per_gpu"] and 1e12 * hardware["peak"]["tflops_per_gpu"]
     ratio = None
     if peak and config.peak_tflops is None:  # a stated peak belongs to no clock
