@@ -114,8 +114,10 @@ def ends(process, seconds=HANG_S):
 
 
 def make_watchdog(config, **attributes):
-    watchdog = Watchdog(load_config([str(config)]))
-    vars(watchdog).update(attributes)
+    watchdog = Watchdog()
+    watchdog.begin(load_config([str(config)]))
+    for name, value in attributes.items():
+        setattr(watchdog, name, value)
     return watchdog
 
 

@@ -159,7 +159,10 @@ WRONG = {
     "missing": (lambda f: (f / "train.bin.lengths").unlink(), "lengths is missing or not a regular"),
     "longer": (write_train(1, 1, 1), "has 12 bytes, meta.json says 8"),
     "changed": (write_train(2500, 2500), "not the file that"),
-    "count": (change_meta(lambda m: m["files"]["train.bin"]["lengths"].update(documents=-1)), "-1 documents"),
+    "count": (
+        change_meta(lambda m: m["files"]["train.bin"]["lengths"].update(documents=-1)),
+        "documents -1 in the lengths",
+    ),
     "format 1": (change_meta(lambda m: m.update(format=1)), "format 1, in which train.bin has"),
     "one file": (change_meta(lambda m: m["files"]["val.bin"].pop("lengths")), "which val.bin has"),
     "format 3": (change_meta(lambda m: m.update(format=3)), "format 3, this code reads 1 and 2"),

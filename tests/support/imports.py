@@ -18,8 +18,6 @@ ORDER = (
     "tools/*",
     "tools/export_hf.py",
     "tools/profile/*",
-    "tools/seal/*",
-    "tools/track/*",
     "tools/trials.py",
     "bench/*",
     "bench/peers/*",

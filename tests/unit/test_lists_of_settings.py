@@ -32,6 +32,7 @@ def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     data = {"sha256": "0" * 64, "splits": {}}
     content = json.loads(json.dumps(config.to_dict()))
     facts = {"config": content, "model_config": config.model_config(), "data": data, "run": "run_1"}
+    facts |= {"best_val_loss": None, "val_loss": None}
     return SavedState(10, 100, format=FORMAT, world_size=world_size, **facts)
 
 

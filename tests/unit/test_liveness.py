@@ -224,9 +224,9 @@ def test_two_threads_ask_a_store_that_does_not_answer_and_neither_waits_for_ever
 def test_a_rank_whose_connection_is_closed_has_ended_and_the_first_reason_to_end_is_everyones(ranks):
     first, second, third = ranks(3)
     say(second, third)
-    assert first.gone() == [] and first.reason_to_end() is None
+    assert first.ended() == [] and first.reason_to_end() is None
     first.lost.add(2)
-    assert first.gone() == [2]
+    assert first.ended() == [2]
     said = "rank 2 (node, process 102) has ended"
     assert first.reason_to_end() == second.reason_to_end() == said, "rank 0 has told it"
     assert second.end_all("rank 1 failed") == first.end_all("lost contact") == said
@@ -259,7 +259,7 @@ def test_a_torchrun_that_has_left_for_good_is_read_from_their_own_store(monkeypa
         server.set("torch.rendezvous.a run", base64.b64encode(pickle.dumps(state)))
         if not closed:
             ask = threading.Thread(
-                target=lambda: found.append(world.wait_until_a_torchrun_leaves()), daemon=True
+                target=lambda: found.append(world.wait_until_a_torchrun_ends()), daemon=True
             )
             ask.start()
             time.sleep(0.5)

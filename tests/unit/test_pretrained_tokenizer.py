@@ -225,7 +225,7 @@ def test_an_export_samples_as_its_checkpoint_also_with_a_token_without_a_row(tra
     text.write_text("ABC")
     evaluate.main(argv)
     text.write_text("A<pad>")
-    with pytest.raises(UserError, match="a text has the id 64, but the model has only the ids below"):
+    with pytest.raises(UserError, match="has the id 64, and the model's embedding has no such row"):
         evaluate.main(argv)
 
 

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from common.durable_file import write_bytes
 from training.configuration.keys import TrainConfig
+from training.hardware.capability import capability
 from training.process.world import World
 from training.records.clock import Clock
 
@@ -86,8 +87,8 @@ class Profiler:
         self.began: float | None = None  # by the host's clock; None while nothing is recorded
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
         if self.windows and self.on_gpu:
-            gpu = torch.cuda.get_device_properties(world.device)
-            self.facts |= {"capability": [gpu.major, gpu.minor], "multiprocessors": gpu.multi_processor_count}
+            count = torch.cuda.get_device_properties(world.device).multi_processor_count
+            self.facts |= {"capability": capability(world.device).compute, "multiprocessors": count}
 
     def before(self, iteration: int) -> None:
         """Called before the batch of each iteration is taken. All ranks."""
