@@ -113,6 +113,8 @@ def test_a_plan_beyond_the_law_says_so(capsys):
     assert "above that of a random guess, 8.318" in text
     assert "extrapolated: 3.2e+06 parameters; fitted to 7e+07 to 1.6e+10" in text
     assert "extrapolated: 6.14e+05 tokens" in text
+    text = printed(capsys, "--flops=1e29", *SMALL_FLAGS)
+    assert "extrapolated: 7.74e+10 parameters" in text and "tokens; fitted to 5e+09 to 5e+11" in text
 
 
 def test_the_printed_command_trains_what_was_planned(run, capsys, tmp_path, monkeypatch):
