@@ -147,7 +147,8 @@ def wrong_token_file(name: str, file: object, needed: Iterable[str] = ()) -> str
         "longest": lambda value: is_count(value, min(tokens, token_files.MOST_LENGTH)),
         "sha256": is_hash,
     }
-    return wrong_field(f" in the lengths of {name}, which has {tokens:,} tokens", file["lengths"], lengths, lengths)
+    where = f" in the lengths of {name}, which has {tokens:,} tokens"
+    return wrong_field(where, file["lengths"], lengths, lengths)
 
 
 def _files(folder: Path, meta: dict) -> dict[str, dict]:
