@@ -27,7 +27,7 @@ from common.cgroups import usable_cores
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
-from data.pipeline.token_files import LENGTH_DTYPE, largest_id, stored_dtype
+from data.pipeline.token_files import LENGTHS, largest_id, stored_dtype
 
 MEMORY, LOCK = ".verified.json", ".verified.lock"
 READ_BYTES = 1 << 24  # that each thread reads at a time
@@ -143,7 +143,7 @@ def damaged_files(
     for name, _, max_id, same in read_files(folder, files, files.keys() - known.keys()):
         if not same:
             damaged.add(name)
-        elif vocab_size is not None and max_id >= vocab_size and files[name]["dtype"] != LENGTH_DTYPE:
+        elif vocab_size is not None and max_id >= vocab_size and not name.endswith(LENGTHS):
             raise UserError(
                 f"{folder / name} contains token id {max_id:,}, but meta.json says vocab_size {vocab_size:,}"
             )

@@ -103,10 +103,12 @@ def test_tokens_that_begin_like_another_kind_are_tokens_if_meta_has_their_hash(f
     assert open_dataset(config(folder, vocab_size=65_536), scan=True)
 
 
-def test_training_ends_before_its_first_step(run, folder, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_training_ends_before_its_first_step(run, dtype, tmp_path, monkeypatch, capfd):
     """No device is looked at, no process group joined: on a GPU the id would be an illegal memory access."""
     monkeypatch.setattr("train.init_world", pytest.fail)
-    write_meta(folder, {"dtype": "uint16", "vocab_size": 1})
+    folder = make_dataset(tmp_path / "tokens", dtype=dtype)
+    write_meta(folder, {"dtype": dtype, "vocab_size": 1})
     keys = {**TINY, "vocab_size": 60, "dataset": folder, "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "run.py", **keys)) == 2
     assert "contains token id 63, beyond the model's vocab_size=60" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """The worst day of data: token files that change under a run, damaged packings, advice that repairs."""
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -214,6 +215,8 @@ def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tm
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
     (folder / "meta.json").write_text(str(error.value).split(" all of it is: ")[-1])
     assert load_tokenizer(folder).decode([0]) == "!"
-    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
-    with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
-        inspected()
+    for dtype in ("uint16", "uint32"):
+        make_dataset(folder, dtype=dtype)
+        (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": 5}))
+        with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
+            inspected()

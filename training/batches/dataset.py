@@ -22,7 +22,7 @@ from common.json_file import open_regular
 from data.folders import dataset_folder, how_to_make
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import (
-    LENGTH_DTYPE,
+    LENGTHS,
     MASKED,
     described,
     looks_wider,
@@ -224,7 +224,7 @@ def _check_content(folder: Path, files: dict[str, dict], config: TrainConfig) ->
     """Checks the largest id and the hash of every file. A file read whole before is not read again."""
 
     def check(name: str, largest: int) -> None:
-        if files[name]["dtype"] != LENGTH_DTYPE:
+        if not name.endswith(LENGTHS):
             _check_id(folder / name, largest, config.model_config().vocab_size)
 
     known = remembered(folder, files)
