@@ -53,7 +53,7 @@ def panels_figure(panels: list[Panel], runs: list[Run]) -> Figure:
     shown = [panel for panel in panels if not panel.absent]
     rows = 1 + math.ceil((len(shown) - 1) / 2) if shown else 0
     figure = new_figure(14, 3 + 3.8 * rows + 0.2 * len(runs))  # a line each in the legend
-    grid = figure.add_gridspec(rows, 2) if shown else None
+    grid = figure.add_gridspec(max(rows, 1), 2)
     for number, panel in enumerate(shown):
         place = (0, slice(None)) if number == 0 else divmod(number + 1, 2)
         draw_panel(figure.add_subplot(grid[place]), panel, runs)

@@ -161,7 +161,8 @@ def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> 
     # an earlier attempt, which may have been faster, is in sight, too
     typical = [run.columns[column][~run.warmup if median_form else slice(None)] for run in runs]
     if column == "mfu_percent" and not labels:
-        causal, faint = runs[0].columns["mfu_causal_percent"], {"color": "C0", "alpha": 0.35, "marker": ""}
+        faint: dict[str, Any] = {"color": "C0", "alpha": 0.35, "marker": ""}
+        causal = runs[0].columns["mfu_causal_percent"]
         figure.draw(axis, runs[0].columns["iter"], causal, label="causal", **faint)
         typical.append(causal[~runs[0].warmup])
     if median_form and not labels:

@@ -42,13 +42,13 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 39_550,
-    "lines that train.py reaches": 22_570,
+    "lines of the product": 37_850,
+    "lines that train.py reaches": 22_340,
     "lines of ops/": 4_540,
-    "lines of bench/": 3_064,
+    "lines of bench/": 2_700,
     "lines of configs": 534,
-    "lines of training/": 15_580,
-    "keys": 110,
+    "lines of training/": 15_220,
+    "keys": 109,
     "words of the documents": 29_500,
 }
 
