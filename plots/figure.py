@@ -49,13 +49,16 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def panels_figure(panels: list[Panel], runs: list[Run]) -> Figure:
-    """The first panel in a row of its own, then two in a row. What is absent is a line below."""
+    """The first panel, and then two in a row; one that is alone in its row takes all of it. What is absent is
+    a line below."""
     shown = [panel for panel in panels if not panel.absent]
     rows = 1 + math.ceil((len(shown) - 1) / 2) if shown else 0
     figure = new_figure(14, 3 + 3.8 * rows + 0.2 * len(runs))  # a line each in the legend
     grid = figure.add_gridspec(max(rows, 1), 2)
     for number, panel in enumerate(shown):
-        place = (0, slice(None)) if number == 0 else divmod(number + 1, 2)
+        row, column = divmod(number + 1, 2)
+        alone = number == 0 or (column == 0 and panel is shown[-1])
+        place = (row, slice(None)) if alone else (row, column)
         draw_panel(figure.add_subplot(grid[place]), panel, runs)
     lines = [part for panel in panels for part in textwrap.wrap(panel.absent, 150)]
     figure.supxlabel(literal("\n".join(lines)), fontsize=9, color="dimgray")
