@@ -125,8 +125,8 @@ def make_watchdog(config, **attributes):
 def inbox(watchdog):
     """What entering the watchdog makes, without its thread and its signal handlers."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    watchdog.inbox, wakeup = socket.socketpair()
-    with watchdog.inbox, wakeup:
+    watchdog.signals.inbox, wakeup = socket.socketpair()
+    with watchdog.signals.inbox, wakeup:
         yield
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

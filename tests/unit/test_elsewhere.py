@@ -9,6 +9,8 @@ import train
 from common.errors import UserError
 from training.checkpoints.folder import find_checkpoint
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import KEYS
+from training.configuration.other_names import OTHER_FLAGS
 from training.pretrained.settings import load_run_config
 
 # --- nanoGPT ---
@@ -52,7 +54,24 @@ def test_a_checkpoint_of_nanogpt_is_named_as_its(tmp_path):
         find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["--train.max_seq_length=1", "--x.y=1", "--zzz=1"])
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    {
+        "device_batch_size": "batch_size",
+        "eval_every": "eval_interval",
+        "train.max_seq_length": "block_size",
+        "training.global_batch_size": "tokens_per_iter",
+        "optimizer.lr": "learning_rate",
+        "run": "wandb_run_name",
+    }.items(),
+)
+def test_a_flag_of_another_program_is_answered_by_the_key_that_means_it(flag, key):
+    assert key in KEYS and set(OTHER_FLAGS.values()) <= KEYS.keys()
+    with pytest.raises(UserError, match=f"; here it is {key}, .*docs/coming_from"):
+        load_config(["config/quickstart.py", f"--{flag}=1"])
+
+
+@pytest.mark.parametrize("flag", ["--job.config_file=1", "--x.y=1", "--zzz=1"])
 def test_an_unknown_flag_that_is_near_no_key_names_where_all_are(flag):
     with pytest.raises(UserError, match=r"train.py --help lists every key, docs/coming_from\.md what other"):
         load_config(["config/quickstart.py", flag])

@@ -42,9 +42,7 @@ OTHER_FILES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstandard",
     b"\x1f\x8b\x08": "compressed by gzip",
     b"PAR1": "a parquet file",
-    (20240520).to_bytes(
-        4, "little"
-    ): "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
+    b"\x88\xd8\x34\x01": "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
 }
 
 

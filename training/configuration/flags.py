@@ -12,7 +12,7 @@ from collections.abc import Collection
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
 from training.configuration.keys import KEYS
-from training.configuration.other_names import ALIASES, REMOVED_KEYS
+from training.configuration.other_names import ALIASES, OTHER_FLAGS, REMOVED_KEYS
 from training.configuration.rules import did_you_mean
 
 
@@ -59,8 +59,11 @@ def unknown_setting(name: str, where: str) -> UserError:
     """The error about a name that is no key, with the nearest key."""
     if name in REMOVED_KEYS:
         return UserError(f"{name} in {where} was removed: {REMOVED_KEYS[name].instead}; leave it out")
-    help = "; python train.py --help lists every key, docs/coming_from.md what other programs call them"
-    hint = did_you_mean(name, [*KEYS, *ALIASES]) or help
+    if theirs := OTHER_FLAGS.get(name.rpartition(".")[2]):
+        hint = f"; here it is {theirs}, if you come from another program: docs/coming_from.md"
+    else:
+        listed = "; python train.py --help lists every key, docs/coming_from.md what other programs call them"
+        hint = did_you_mean(name, [*KEYS, *ALIASES]) or listed
     return UserError(f"unknown setting {shown(name)} in {where}{hint}")
 
 

@@ -67,6 +67,23 @@ REMOVED_KEYS = {  # on 2026-11-25
     "sm_carveout": Removed(0, "no run was faster with it"),
     "spike_window": Removed(128, "skip_spikes looks at the last 128 accepted iterations"),
 }
+# {the last word of a flag of nanochat, litgpt or torchtitan: the key}: the nearest name would be another key
+OTHER_FLAGS = {
+    name: key
+    for key, names in {
+        "batch_size": "device_batch_size micro_batch_size local_batch_size",
+        "tokens_per_iter": "total_batch_size global_batch_size",
+        "block_size": "max_seq_len max_seq_length seq_len",
+        "max_iters": "num_iterations steps max_tokens",
+        "eval_interval": "eval_every",
+        "learning_rate": "lr",
+        "n_layer": "depth",
+        "arch_preset": "model_name",
+        "wandb_run_name": "run",
+        "use_fsdp": "data_parallel_shard_degree",
+    }.items()
+    for name in names.split()
+}
 GPT2 = "weights of others are --init_weights=hf:openai-community/{}, with init_from='scratch'"
 OTHER_VALUES = {  # nanoGPT's
     **{("init_from", f"gpt2{size}"): GPT2.format(f"gpt2{size}") for size in ("", "-medium", "-large", "-xl")},

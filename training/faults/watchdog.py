@@ -1,10 +1,6 @@
 """The watchdog: one thread in each process that supervises the run while the main thread trains. It receives
-signals, and it notices ranks that have ended and a run that makes no progress.
-
-The main thread cannot do this: it may be in a collective or a compiler for minutes, and Python runs no signal
-handler until that returns. So the signals are blocked in the main thread and arrive here. They are also
-blocked in every process that the main thread starts: data workers and compilers must outlive a signal, or
-nothing could be saved.
+signals (training/faults/signal_inbox.py), and it notices ranks that have ended and a run that makes no
+progress.
 
 A stop is a request: every rank learns of it in the same iteration (training/faults/consensus.py), check()
 raises Stopped there, and the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it
@@ -20,9 +16,7 @@ import contextlib
 import logging
 import os
 import re
-import select
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -36,6 +30,7 @@ import torch.distributed as dist
 from training.configuration.keys import TrainConfig
 from training.faults.consensus import Consensus
 from training.faults.liveness import MEET_TIMEOUT_S, WAITING, Liveness, where
+from training.faults.signal_inbox import SignalInbox
 from training.faults.traces import write_collectives, write_stacks
 from training.process.console import write_to_log_file
 from training.process.exit_status import (
@@ -86,6 +81,7 @@ class Watchdog:
     def __init__(self) -> None:
         self.config = TrainConfig()  # whose limits are the defaults, until begin()
         self.liveness = Liveness()
+        self.signals = SignalInbox()
         self.consensus: Consensus | None = None  # until join()
         self.logger: Logger | None = None  # until complete_at_end()
         self.iteration, self.phase = -1, "starting"
@@ -102,17 +98,9 @@ class Watchdog:
     # --- what the main thread calls ---
 
     def __enter__(self) -> Watchdog:
-        self.inbox, self.wakeup = socket.socketpair()
-        self.inbox.setblocking(False)
-        self.wakeup.setblocking(False)
-        self.handlers_before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
-        self.wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
-        for number, handler in self.handlers_before:
-            if handler != signal.SIG_IGN or is_launched():  # keeps nohup's choice, except under torchrun
-                signal.signal(number, lambda number, frame: None)  # the thread reads the byte in the socket
+        self.signals.open()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(
@@ -128,18 +116,11 @@ class Watchdog:
                 f"{self.liveness.name(self.liveness.rank)} failed: {type(error).__name__}: {first_line}"
             )
         self.closed.set()
-        with contextlib.suppress(BlockingIOError):  # full, so the thread has something to read
-            self.wakeup.send(b"\0")
+        self.signals.wake()
         self.thread.join(THREAD_TIMEOUT_S)  # first, as it publishes this rank's progress
         if not error and not self.liveness.joined:
             self.liveness.end_without_joining()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        for number, handler in self.handlers_before:
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self.wakeup_before)
-        if not self.thread.is_alive():
-            self.inbox.close()
-            self.wakeup.close()
+        self.signals.close(unused=not self.thread.is_alive())
         if reason:
             raise OtherRankFailed(reason) from error
 
@@ -211,15 +192,14 @@ class Watchdog:
             self._end_unsupervised_run(error)
 
     def _supervise(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self.signals.unblock()
         ticks, last = 0, time.monotonic()
         while not self.closed.is_set():
-            ready, _, _ = select.select([self.inbox], [], [], TICK_S)
-            if ready:
-                for number in self.inbox.recv(64):
-                    self._handle_signal(number)
+            numbers = self.signals.receive(TICK_S)
+            for number in numbers:
+                self._handle_signal(number)
             now = time.monotonic()
-            if now - last < TICK_S and not (ready and self.stop_asked_at):  # a rank may have ended
+            if now - last < TICK_S and not (numbers and self.stop_asked_at):  # a rank may have ended
                 continue
             # a process that was suspended, perhaps with all others, has not stalled in that time
             self.stalled_seconds += min(now - last, 2 * TICK_S)
@@ -319,7 +299,7 @@ class Watchdog:
         after a SIGTERM: torchrun has seen which rank failed first, and now waits for this one."""
         until = time.monotonic() + CAUSE_FIRST_S
         while not (self.stop_asked_at or self.closed.is_set()) and (left := until - time.monotonic()) > 0:
-            if select.select([self.inbox], [], [], left)[0] and signal.SIGTERM in self.inbox.recv(64):
+            if signal.SIGTERM in self.signals.receive(left):
                 break
         return self.closed.is_set()
 

@@ -30,7 +30,7 @@ class Console(logging.Handler):
     def emit(self, entry: logging.LogRecord) -> None:
         try:
             self.write(plain(redact(self.format(entry))) + "\n")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # also of a message that cannot be formatted
             if not self.warned:
                 self.warned = True
                 with contextlib.suppress(OSError, ValueError):

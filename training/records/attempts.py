@@ -26,12 +26,9 @@ def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> di
     for path in sorted(run_records(out_dir), key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
             record = read_record(path)
-            started_by = (record["startup_info"].get("launch") or {}).get(
-                "id"
-            )  # redacted, as all of a record
-            if run_name in [each["run_name"] for each in record["attempts"]] or (
-                not run_name and launch and started_by == redact(launch["id"])
-            ):
+            names = [each["run_name"] for each in record["attempts"]]
+            started_by = (record["startup_info"].get("launch") or {}).get("id")  # redacted, as all of it
+            if run_name in names if run_name else launch and started_by == redact(launch["id"]):
                 return record
         except (OSError, ValueError) as error:
             log.warning("the rows of earlier attempts are left out: %s cannot be read (%s)", path, error)
